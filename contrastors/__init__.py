@@ -1,0 +1,9 @@
+"""The library behind the scripts: flat modules, imports point down the floors.
+
+floor 0, no torch    records, images, validation, metrics, runlog
+floor 1, torch       rand_state, distributed, logit_scale, pixels
+floor 2              loss, biqwen3, processing
+floor 3              data, evaluation, checkpoint, demo
+
+`docs/design.md` tells the way of a batch through them. This file imports nothing, so that `--help` stays quick.
+"""

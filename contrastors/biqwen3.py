@@ -1,0 +1,202 @@
+"""Qwen3-VL as a bi-encoder: one L2-normalised vector for a query's text or a document's image."""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModel
+
+from contrastors.pixels import unpack_patches
+
+MODEL_TYPES = ("qwen3_vl",)
+LANGUAGE_TARGETS = r"language_model\.layers\.\d+\.self_attn\.[qkvo]_proj"
+VISION_TARGETS = r"visual\.blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
+NORM_EPSILON = 1e-6  # hidden states have norms near sqrt(D); at a zero vector the gradient stays below 1e6
+
+
+def _clear_rope_deltas(model: nn.Module) -> None:
+    """Forgets the position offsets of the last call, which Qwen models keep and could apply to the next one."""
+    for module in model.modules():
+        if getattr(module, "rope_deltas", None) is not None:
+            module.rope_deltas = None
+
+
+def pool_last_token(hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Returns the hidden state of the last real token of each row, right for either padding side.
+
+    Args:
+        hidden: (n, L, D).
+        attention_mask: (n, L), 1 at real tokens.
+
+    Returns:
+        (n, D).
+    """
+    places = torch.arange(attention_mask.shape[1], device=hidden.device)
+    last = (attention_mask.to(places.dtype) * places).argmax(dim=1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), last]
+
+
+def l2_normalize(vectors: torch.Tensor) -> torch.Tensor:
+    """Returns (n, D) unit vectors in at least fp32; a zero vector stays zero."""
+    vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+    return vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min(NORM_EPSILON)
+
+
+class BiQwen3(nn.Module):
+    """Bi-encoder on a bare Qwen3VLModel, with or without a PEFT adapter.
+
+    Args:
+        backbone: Qwen3VLModel (no lm_head).
+        pixel_mean: (3,) channel means of the image processor, 0 to 1.
+        pixel_std: (3,) standard deviations.
+        autocast_dtype: Compute dtype of the forward on cuda; None = that of the weights.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        pixel_mean: list[float],
+        pixel_std: list[float],
+        autocast_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.backbone = backbone
+        self.autocast_dtype = autocast_dtype
+        # Rounded as the torchvision backend rounds its fused rescale and normalise: mean / (1/255) in fp32.
+        self.register_buffer("pixel_mean", torch.tensor(pixel_mean) * (1.0 / (1 / 255)), persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(pixel_std) * (1.0 / (1 / 255)), persistent=False)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        pixel_mean: list[float],
+        pixel_std: list[float],
+        dtype: torch.dtype = torch.float32,
+        attn_implementation: str = "sdpa",
+    ) -> BiQwen3:
+        """Returns the frozen base model of a checkpoint.
+
+        Args:
+            model: Hub name or folder.
+            pixel_mean: Of the checkpoint's image processor.
+            pixel_std: Of the checkpoint's image processor.
+            dtype: Of the weights in memory; bf16 also computes in bf16 autocast.
+            attn_implementation: sdpa, flash_attention_2 or eager.
+
+        Raises:
+            ValueError: No such checkpoint, another architecture, or weights that are missing or left over. An untied
+                checkpoint's `lm_head.weight` alone may be left over: an embedding model has no use for it.
+        """
+        try:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--model {model}: {_first_line(error)}") from error
+        if config.model_type not in MODEL_TYPES:
+            raise ValueError(f"--model {model} is a {config.model_type}; these scripts train {', '.join(MODEL_TYPES)}")
+        options = {"dtype": dtype, "attn_implementation": attn_implementation, "use_safetensors": True}
+        try:
+            backbone, info = AutoModel.from_pretrained(
+                model, config=config, output_loading_info=True, trust_remote_code=False, **options
+            )
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            raise ValueError(f"--model {model}: {_first_line(error)}") from error
+        missing, left_over = sorted(info["missing_keys"]), sorted(set(info["unexpected_keys"]) - {"lm_head.weight"})
+        if missing or left_over:
+            raise ValueError(
+                f"--model {model}: {len(missing)} weights are missing ({', '.join(missing[:3])}) and {len(left_over)} "
+                f"are left over ({', '.join(left_over[:3])}); they would be random or ignored"
+            )
+        backbone.requires_grad_(False)
+        return cls(backbone, pixel_mean, pixel_std, torch.bfloat16 if dtype == torch.bfloat16 else None)
+
+    @property
+    def base(self) -> nn.Module:
+        """The Qwen3VLModel inside, whether an adapter is wrapped around it or not."""
+        return self.backbone.get_base_model() if isinstance(self.backbone, PeftModel) else self.backbone
+
+    @property
+    def embedding_size(self) -> int:
+        """D."""
+        return self.base.config.text_config.hidden_size
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns one unit vector a row.
+
+        Args:
+            input_ids: (n, L) int64.
+            attention_mask: (n, L), 1 at real tokens; padding may stand on either side.
+            pixel_values: (P, 3 p p) uint8 packed patches, or (P, 3 T p p) floats as the image processor gives them;
+                None where the rows are texts.
+            image_grid_thw: (images, 3) patches of each image: frames, rows, columns.
+
+        Returns:
+            (n, D), at least fp32.
+        """
+        _clear_rope_deltas(self)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+        if pixel_values is not None:
+            if pixel_values.dtype == torch.uint8:
+                frames = self.base.config.vision_config.temporal_patch_size
+                pixel_values = unpack_patches(pixel_values, self.pixel_mean, self.pixel_std, frames)
+            is_image = (input_ids == self.base.config.image_token_id).to(torch.int32)
+            inputs |= {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "mm_token_type_ids": is_image}
+        enabled = self.autocast_dtype is not None
+        with torch.autocast(input_ids.device.type, self.autocast_dtype or torch.bfloat16, enabled=enabled):
+            hidden = self.backbone(**inputs).last_hidden_state
+        return l2_normalize(pool_last_token(hidden, attention_mask))
+
+    def add_adapter(self, r: int, alpha: int, dropout: float, vision: bool) -> dict[str, int]:
+        """Puts a fresh LoRA on the language model's attention and, where asked, on every vision block.
+
+        Returns:
+            Number of adapted modules of each part.
+
+        Raises:
+            ValueError: A part has no module that matches.
+        """
+        targets = f"{LANGUAGE_TARGETS}|{VISION_TARGETS}" if vision else LANGUAGE_TARGETS
+        config = LoraConfig(
+            r=r,
+            lora_alpha=alpha,
+            lora_dropout=dropout,
+            target_modules=rf"(.*\.)?({targets})",
+            task_type=TaskType.FEATURE_EXTRACTION,
+            bias="none",
+        )
+        try:
+            self.backbone = get_peft_model(self.backbone, config)
+        except ValueError as error:
+            raise ValueError(f"no module of this model matches the LoRA targets ({_first_line(error)})") from error
+        found = self.count_adapted()
+        if not found["language"] or (vision and not found["vision"]):
+            raise ValueError(f"no module matches the LoRA targets of one part: {found}")
+        return found
+
+    def count_adapted(self) -> dict[str, int]:
+        """Returns the number of modules that carry a LoRA, for the language and the vision part."""
+        names = [name for name, module in self.base.named_modules() if hasattr(module, "lora_A")]
+        vision = sum(name.startswith("visual.") for name in names)
+        return {"language": len(names) - vision, "vision": vision}
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that train, by name, in a fixed order."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recomputes each layer in its backward: less memory, about a third more time; gradients are equal.
+
+        Non-reentrant: the reentrant kind gives no gradient to adapters over a frozen base.
+        """
+        self.base.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,121 @@
+"""The one image opener of all scripts: what is embedded, judged and shown is the same upright RGB picture.
+
+Orientation from EXIF is applied, an animation gives its first frame, transparency is laid on white, 16-bit samples are
+scaled (not clipped) to 8 bits, every other mode is converted. Whatever cannot be decoded whole is a `BadImage`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+MAX_IMAGE_PIXELS = 178_956_970  # where Pillow itself refuses: twice its Image.MAX_IMAGE_PIXELS
+MAX_ASPECT_RATIO = 200  # Qwen-VL's own limit in smart_resize
+# No EPS, PDF or other format that would start a program or run code on a file from a data set.
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+
+# Between one and two times its limit Pillow warns and goes on; our own limit decides, so the warning says nothing new.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+class BadImage(ValueError):
+    """A file that is no usable image; the text is the reason, without the path."""
+
+
+def content_hash(data: bytes) -> str:
+    """Returns the identity of a document: 32 hex digits of the BLAKE2b hash of the bytes of its file."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def read_image_bytes(path: str | Path) -> bytes:
+    """Returns the bytes of an image file.
+
+    Raises:
+        BadImage: The file is missing, empty, or cannot be read.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise BadImage(getattr(error, "strerror", None) or str(error)) from error
+    if not data:
+        raise BadImage("the file is empty")
+    return data
+
+
+def open_image(source: str | Path | bytes, max_image_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """Returns the upright, fully decoded RGB image of a file or of its bytes.
+
+    Args:
+        source: Path, or the bytes of the file.
+        max_image_pixels: Larger pictures (width x height) are refused before they are decoded.
+
+    Raises:
+        BadImage: Unreadable, truncated, too large, or longer than 200 times its width.
+    """
+    data = source if isinstance(source, bytes) else read_image_bytes(source)
+    Image.MAX_IMAGE_PIXELS = max_image_pixels  # Pillow refuses at twice this; the line below at exactly this
+    try:
+        with Image.open(BytesIO(data), formats=_known_formats()) as image:
+            check_size(*image.size, max_image_pixels)
+            image.load()
+            return _to_rgb(ImageOps.exif_transpose(image))
+    except BadImage:
+        raise
+    except Exception as error:  # the one place that isolates a file: decoders raise what they like (OSError, struct...)
+        raise BadImage(
+            " ".join(str(error).replace("<_io.BytesIO object at ", "<").split()) or type(error).__name__
+        ) from error
+
+
+def check_size(width: int, height: int, max_image_pixels: int = MAX_IMAGE_PIXELS) -> None:
+    """Raises BadImage for a picture with too many pixels or an aspect ratio over 200."""
+    if width * height > max_image_pixels:
+        raise BadImage(f"{width}x{height} is over the limit of {max_image_pixels} pixels (--max-image-pixels)")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise BadImage(f"{width}x{height} has an aspect ratio over {MAX_ASPECT_RATIO}")
+
+
+def _known_formats() -> list[str]:
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        samples = np.asarray(image).astype(np.int64)
+        if samples.min() < 0 or samples.max() > 65535:
+            raise BadImage("32-bit samples have no agreed white; save it with 8 or 16 bits")
+        grey = Image.fromarray(((samples * 255 + 32767) // 65535).astype(np.uint8))
+        transparent = image.info.get("transparency")
+        if isinstance(transparent, int):  # PNG names one grey value as transparent
+            grey.paste(255, mask=Image.fromarray((samples == transparent).astype(np.uint8) * 255))
+        return grey.convert("RGB")
+    if image.mode == "F":
+        raise BadImage("floating-point samples have no agreed white; save it with 8 or 16 bits")
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    return image.convert("RGB")
+
+
+def pad_small(image: Image.Image, min_side: int, max_ratio: float) -> Image.Image:
+    """Returns the image, with white added at the right or bottom where a side is too short to become one token.
+
+    Args:
+        image: RGB image.
+        min_side: Pixels of one merged patch; both sides reach it.
+        max_ratio: Longest side over shortest, at most. With the visual-token limit T as ratio a strip keeps at least one
+            token across and never needs more than T along, so that resizing neither reaches zero nor leaves the limit.
+    """
+    width, height = image.size
+    shortest = max(min_side, -(-max(width, height) // max(1, int(max_ratio))))
+    if min(width, height) >= shortest:
+        return image
+    padded = Image.new("RGB", (max(width, shortest), max(height, shortest)), "white")
+    padded.paste(image)
+    return padded
