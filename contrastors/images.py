@@ -109,8 +109,8 @@ def pad_small(image: Image.Image, min_side: int, max_ratio: float) -> Image.Imag
     Args:
         image: RGB image.
         min_side: Pixels of one merged patch; both sides reach it.
-        max_ratio: Longest side over shortest, at most. With the visual-token limit T as ratio a strip keeps at least one
-            token across and never needs more than T along, so that resizing neither reaches zero nor leaves the limit.
+        max_ratio: Longest side over shortest, at most. With the visual-token limit T as ratio a strip keeps at least
+            one token across and needs at most T along, so that resizing neither reaches zero nor leaves the limit.
     """
     width, height = image.size
     shortest = max(min_side, -(-max(width, height) // max(1, int(max_ratio))))

@@ -53,7 +53,7 @@ def clip_loss(
 ) -> LossOutput:
     """Returns InfoNCE of the local queries against the documents of all ranks.
 
-    Documents are interleaved [positive, negative 1..K] per query, so the label of query i on rank r is (i + r N)(1 + K).
+    Documents are interleaved [positive, negative 1..K] per query: the label of query i on rank r is (i + r N)(1 + K).
     Computed in at least fp32, outside autocast. Collective: every rank must call it, with equal shapes.
 
     Args:

@@ -240,3 +240,69 @@ def write_jsonl(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
             file.write(dump_json(row) + "\n")
             num_rows += 1
     return num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that was skipped.
+
+    Attributes:
+        line: Line of the file, from 1.
+        path: The file that could not be used.
+        reason: Why.
+    """
+
+    line: int
+    path: str
+    reason: str
+
+
+def check_bad_rows(source: str | Path, bad: list[BadRow], num_rows: int, max_fraction: float, report: Path) -> None:
+    """Writes the skipped rows to `report` and stops where there are too many to go on without them.
+
+    Args:
+        source: The JSONL they come from.
+        bad: Skipped rows; none = no report.
+        num_rows: Rows of the file.
+        max_fraction: `--max-bad-fraction`.
+        report: bad_rows.jsonl.
+
+    Raises:
+        ValueError: More than the allowed share of rows is bad, or all of them are.
+    """
+    if not bad:
+        return
+    write_jsonl(report, ({"line": row.line, "path": row.path, "reason": row.reason} for row in bad))
+    if len(bad) > max_fraction * num_rows or len(bad) == num_rows:
+        first = bad[0]
+        raise ValueError(
+            f"{source}: {len(bad)} of {num_rows} rows cannot be used (limit --max-bad-fraction {max_fraction}), first line "
+            f"{first.line}: {first.path}: {first.reason}; all of them are in {report}"
+        )
+
+
+def relocate_row(row: dict[str, Any], resolver: PathResolver, folder: str | Path) -> dict[str, Any]:
+    """Returns the row for a JSONL in another folder: relative paths are rewritten so that they find the same images.
+
+    Absolute paths and every other key stay as they are.
+
+    Args:
+        row: Row of the old file.
+        resolver: Resolver of the old file.
+        folder: Folder of the new file.
+    """
+    folder = os.path.abspath(folder)
+    if folder == resolver.folder:
+        return row
+
+    def move(path: str) -> str:
+        return path if os.path.isabs(path) else os.path.relpath(resolver(path), folder)
+
+    moved = dict(row)
+    if isinstance(row.get(POSITIVE), str):
+        moved[POSITIVE] = move(row[POSITIVE])
+    if isinstance(row.get(NEGATIVES), list):
+        moved[NEGATIVES] = [move(path) for path in row[NEGATIVES]]
+    if isinstance(row.get(CANDIDATES), list):
+        moved[CANDIDATES] = [entry | {"path": move(entry["path"])} for entry in row[CANDIDATES]]
+    return moved

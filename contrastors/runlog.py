@@ -1,4 +1,4 @@
-"""The records of a run: train.log, metrics.jsonl (the truth), trackers that mirror it, curves.png, args.json, env.json."""
+"""The records of a run: metrics.jsonl (the truth), trackers that mirror it, train.log, curves.png, args and env."""
 
 from __future__ import annotations
 

@@ -1,0 +1,113 @@
+"""What every script's command line shares: common flags, exit codes, one sentence for an error.
+
+Exit codes: 0 done, 1 failed, 2 usage, 130 and 143 stopped by SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from contrastors.images import MAX_IMAGE_PIXELS
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the docstring as it is and shows every default."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=32, width=120)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if action.default is not None and action.default is not argparse.SUPPRESS and "default" not in text:
+            shown = {True: "on", False: "off", "": '""'}.get(action.default, "%(default)s")
+            text += f" (default: {shown})"
+        return text
+
+
+def make_parser(description: str, suppress_defaults: bool = False) -> argparse.ArgumentParser:
+    """Returns the parser of a script.
+
+    Args:
+        description: Docstring of the script.
+        suppress_defaults: Leave flags that were not typed out of the namespace.
+    """
+    default = argparse.SUPPRESS if suppress_defaults else None
+    return argparse.ArgumentParser(
+        description=description, formatter_class=Formatter, allow_abbrev=False, argument_default=default
+    )
+
+
+def add_image_flags(group: Any) -> None:
+    """Adds `--max-image-pixels` and `--max-bad-fraction`."""
+    group.add_argument(
+        "--max-image-pixels", type=positive_int, default=MAX_IMAGE_PIXELS,
+        help="refuse pictures with more pixels (guards against decompression bombs)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-bad-fraction", type=fraction, default=0.01,
+        help="stop before any work when more than this share of rows cannot be used; 1 = go on with whatever is left",
+    )  # fmt: skip
+
+
+def _number(kind: type, low: float, high: float, text: str, what: str, open_low: bool = False) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not (low < value if open_low else low <= value) or not value <= high or value == float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """Parses an integer of at least 1."""
+    return _number(int, 1, 2**63, text, "a whole number of at least 1")
+
+
+def natural_int(text: str) -> int:
+    """Parses an integer of at least 0."""
+    return _number(int, 0, 2**63, text, "a whole number of at least 0")
+
+
+def positive_float(text: str) -> float:
+    """Parses a number above 0."""
+    return _number(float, 0, float("inf"), text, "a number above 0", open_low=True)
+
+
+def natural_float(text: str) -> float:
+    """Parses a number of at least 0."""
+    return _number(float, 0, float("inf"), text, "a number of at least 0")
+
+
+def fraction(text: str) -> float:
+    """Parses a number from 0 to 1."""
+    return _number(float, 0, 1, text, "a number from 0 to 1")
+
+
+class Stopped(SystemExit):
+    """Ends the script with 128 + the signal's number."""
+
+    def __init__(self, signal_number: int):
+        super().__init__(128 + signal_number)
+
+
+def _stop(signal_number: int, frame: Any) -> None:
+    raise Stopped(signal_number)
+
+
+def run_script(work: Callable[[], int]) -> int:
+    """Returns the exit code of `work`; errors that a user can mend become one sentence on stderr and exit code 1.
+
+    SIGINT and SIGTERM end the script at once, unless `work` installs handlers that let it finish something first.
+    """
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        return work()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
