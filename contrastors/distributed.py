@@ -20,7 +20,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class LostRank(RuntimeError):
+class LostRank(ConnectionError):
     """A collective failed, since another rank has ended."""
 
 
@@ -119,7 +119,7 @@ class _GatherWithGrad(torch.autograd.Function):
 def gather_with_grad(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the rows of all ranks in rank order; gradients flow back to the rank that made a row.
 
-    Collective: every rank must call it, with equal shapes; its backward is one too. The backward is reduce_scatter(SUM):
+    Collective: every rank must call it, with equal shapes; its backward is one too. That is reduce_scatter(SUM):
     a rank's rows receive the sum of what the losses of all ranks want of them.
 
     Args:

@@ -276,7 +276,7 @@ def check_bad_rows(source: str | Path, bad: list[BadRow], num_rows: int, max_fra
     if len(bad) > max_fraction * num_rows or len(bad) == num_rows:
         first = bad[0]
         raise ValueError(
-            f"{source}: {len(bad)} of {num_rows} rows cannot be used (limit --max-bad-fraction {max_fraction}), first line "
+            f"{source}: {len(bad)} of {num_rows} rows cannot be used (--max-bad-fraction {max_fraction}), first line "
             f"{first.line}: {first.path}: {first.reason}; all of them are in {report}"
         )
 
