@@ -21,24 +21,26 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=32, width=120)
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        if action.default is not None and action.default is not argparse.SUPPRESS and "default" not in text:
-            shown = {True: "on", False: "off", "": '""'}.get(action.default, "%(default)s")
+        text, default = action.help or "", action.default
+        if default is not None and default is not argparse.SUPPRESS and "default" not in text:
+            if isinstance(default, bool):
+                shown = "on" if default else "off"
+            else:
+                shown = '""' if default == "" else "%(default)s"
             text += f" (default: {shown})"
         return text
 
 
-def make_parser(description: str, suppress_defaults: bool = False) -> argparse.ArgumentParser:
-    """Returns the parser of a script.
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Returns the parser of a script; `description` is its docstring."""
+    return argparse.ArgumentParser(description=description, formatter_class=Formatter, allow_abbrev=False)
 
-    Args:
-        description: Docstring of the script.
-        suppress_defaults: Leave flags that were not typed out of the namespace.
-    """
-    default = argparse.SUPPRESS if suppress_defaults else None
-    return argparse.ArgumentParser(
-        description=description, formatter_class=Formatter, allow_abbrev=False, argument_default=default
-    )
+
+def typed_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> set[str]:
+    """Returns the names of the flags that were typed; the parser loses its defaults."""
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return set(vars(parser.parse_args(argv)))
 
 
 def add_image_flags(group: Any) -> None:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 MAX_IMAGE_PIXELS = 178_956_970  # where Pillow itself refuses: twice its Image.MAX_IMAGE_PIXELS
 MAX_ASPECT_RATIO = 200  # Qwen-VL's own limit in smart_resize
 # No EPS, PDF or other format that would start a program or run code on a file from a data set.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+_BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of TIFF
 
 # Between one and two times its limit Pillow warns and goes on; our own limit decides, so the warning says nothing new.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -63,13 +66,17 @@ def open_image(source: str | Path | bytes, max_image_pixels: int = MAX_IMAGE_PIX
         with Image.open(BytesIO(data), formats=_known_formats()) as image:
             check_size(*image.size, max_image_pixels)
             image.load()
-            return _to_rgb(ImageOps.exif_transpose(image))
+            picture = _to_rgb(ImageOps.exif_transpose(image), getattr(image, "tag_v2", {}))
+            picture.info.clear()  # a colour profile of CMYK or grey samples must not be saved with RGB ones
+            return picture
     except BadImage:
         raise
+    except UnidentifiedImageError as error:
+        raise BadImage(f"not a picture of a known format ({', '.join(_known_formats())})") from error
+    except Image.DecompressionBombError as error:
+        raise BadImage(f"over twice the limit of {max_image_pixels} pixels (--max-image-pixels)") from error
     except Exception as error:  # the one place that isolates a file: decoders raise what they like (OSError, struct...)
-        raise BadImage(
-            " ".join(str(error).replace("<_io.BytesIO object at ", "<").split()) or type(error).__name__
-        ) from error
+        raise BadImage(" ".join(str(error).split()) or type(error).__name__) from error
 
 
 def check_size(width: int, height: int, max_image_pixels: int = MAX_IMAGE_PIXELS) -> None:
@@ -85,22 +92,31 @@ def _known_formats() -> list[str]:
     return [name for name in FORMATS if name in Image.OPEN]
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, tiff_tags: Mapping[int, Any]) -> Image.Image:
     if image.mode == "I" or image.mode.startswith("I;16"):
-        samples = np.asarray(image).astype(np.int64)
-        if samples.min() < 0 or samples.max() > 65535:
-            raise BadImage("32-bit samples have no agreed white; save it with 8 or 16 bits")
-        grey = Image.fromarray(((samples * 255 + 32767) // 65535).astype(np.uint8))
-        transparent = image.info.get("transparency")
-        if isinstance(transparent, int):  # PNG names one grey value as transparent
-            grey.paste(255, mask=Image.fromarray((samples == transparent).astype(np.uint8) * 255))
-        return grey.convert("RGB")
+        return _scale_grey(image, tiff_tags).convert("RGB")
     if image.mode == "F":
         raise BadImage("floating-point samples have no agreed white; save it with 8 or 16 bits")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
     return image.convert("RGB")
+
+
+def _scale_grey(image: Image.Image, tiff_tags: Mapping[int, Any]) -> Image.Image:
+    samples = np.asarray(image)
+    if samples.min() < 0 or samples.max() > 65535:
+        raise BadImage("32-bit samples have no agreed white; save it with 8 or 16 bits")
+    # Pillow hands out 12-bit samples of a TIFF as they are, and 16-bit ones of which 0 is white too.
+    white = 4095 if tiff_tags.get(_BITS_PER_SAMPLE) == (12,) else 65535
+    scaled = ((samples.astype(np.int32) * 255 + white // 2) // white).astype(np.uint8)
+    if tiff_tags.get(_PHOTOMETRIC) == 0:
+        scaled = 255 - scaled
+    grey = Image.fromarray(scaled)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):  # PNG names one grey value as transparent
+        grey.paste(255, mask=Image.fromarray((samples == transparent).astype(np.uint8) * 255))
+    return grey
 
 
 def pad_small(image: Image.Image, min_side: int, max_ratio: float) -> Image.Image:

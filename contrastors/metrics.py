@@ -2,7 +2,7 @@
 
 Documents with equal scores have no order. Every metric here is its expected value when each group of ties is shuffled:
 ten equal scores give recall@1 = 0.1 wherever the positive stands in the file. A score that is NaN ranks below all
-others and never first.
+others, and a positive that has one is not found, however small the corpus.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def query_metrics(scores: np.ndarray, positives: Sequence[int]) -> dict[str, flo
     """Returns rank, recall@1/5/10 (hit rate), reciprocal rank and nDCG@10 of one query.
 
     Args:
-        scores: (C,) fp32 similarities of the query to the whole corpus.
+        scores: (C,) fp32 similarities of the query to the whole corpus; finite or NaN.
         positives: Indices of its positives, at least one; each counts once.
 
     Raises:
@@ -32,12 +32,17 @@ def query_metrics(scores: np.ndarray, positives: Sequence[int]) -> dict[str, flo
     positives = np.unique(np.asarray(positives, dtype=np.int64))
     if not len(positives) or positives[0] < 0 or positives[-1] >= len(scores):
         raise ValueError(f"positives {positives.tolist()} do not lie in a corpus of {len(scores)} documents")
-    levels = np.round(np.nan_to_num(scores.astype(np.float64), nan=-np.inf) / TIE_WIDTH)
+    scores = np.where(np.isnan(scores), -np.inf, scores.astype(np.float64))
+    best = scores[positives].max()
+    if best == -np.inf:
+        unfound = dict.fromkeys([*(f"recall@{k}" for k in RECALL_AT), "mrr", f"ndcg@{NDCG_AT}"], 0.0)
+        return {"rank": float(len(scores)), **unfound}
+    # Counted from the best positive, so that no border between two levels runs through the noise around it.
+    levels = np.round((scores - best) / TIE_WIDTH)
     positive_levels = levels[positives]
-    best = positive_levels.max()
-    above = int((levels > best).sum())  # no positive stands above the best one
-    tied_positives = int((positive_levels == best).sum())
-    tied_others = int((levels == best).sum()) - tied_positives
+    above = int((levels > 0).sum())  # no positive stands above the best one
+    tied_positives = int((positive_levels == 0).sum())
+    tied_others = int((levels == 0).sum()) - tied_positives
     # Chance that the first positive has exactly j of the tied others before it.
     j = np.arange(tied_others)
     no_positive_before = np.concatenate([[1.0], np.cumprod((tied_others - j) / (tied_others + tied_positives - j))])
@@ -53,9 +58,10 @@ def query_metrics(scores: np.ndarray, positives: Sequence[int]) -> dict[str, flo
 
 def _expected_ndcg(levels: np.ndarray, positive_levels: np.ndarray) -> float:
     gain = 0.0
-    for level, num_positives in zip(*np.unique(positive_levels, return_counts=True), strict=True):
+    found = positive_levels[positive_levels > -np.inf]
+    for level, num_positives in zip(*np.unique(found, return_counts=True), strict=True):
         above, tied = int((levels > level).sum()), int((levels == level).sum())
-        gain += num_positives / tied * _discounts(above + 1, min(above + tied, NDCG_AT))
+        gain += int(num_positives) / tied * _discounts(above + 1, min(above + tied, NDCG_AT))
     return gain / _discounts(1, min(len(positive_levels), NDCG_AT))
 
 

@@ -107,6 +107,9 @@ def _text_field(path: str | Path, record: Record, key: str) -> str:
         raise RecordError(f"{path}, line {record.line}: field '{key}' must be a string, it is {what}")
     if not value.strip():
         raise RecordError(f"{path}, line {record.line}: field '{key}' is empty")
+    if key == QUERY and any("\ud800" <= letter <= "\udfff" for letter in value):
+        # No tokenizer takes it. In a path it stands for a byte of a file name that is not UTF-8.
+        raise RecordError(f"{path}, line {record.line}: field '{key}' holds half of a surrogate pair; mend the text")
     return value
 
 
@@ -291,18 +294,24 @@ def relocate_row(row: dict[str, Any], resolver: PathResolver, folder: str | Path
         resolver: Resolver of the old file.
         folder: Folder of the new file.
     """
-    folder = os.path.abspath(folder)
-    if folder == resolver.folder:
+    # Real folders: the steps up of a relative path leave a linked folder for the parent of what it links to.
+    old, new = os.path.realpath(resolver.folder), os.path.realpath(folder)
+    if old == new:
         return row
 
-    def move(path: str) -> str:
-        return path if os.path.isabs(path) else os.path.relpath(resolver(path), folder)
+    def move(path: Any) -> Any:
+        if not isinstance(path, str) or os.path.isabs(path):
+            return path
+        return os.path.relpath(os.path.join(old, os.path.relpath(resolver(path), resolver.folder)), new)
 
     moved = dict(row)
-    if isinstance(row.get(POSITIVE), str):
+    if POSITIVE in row:
         moved[POSITIVE] = move(row[POSITIVE])
     if isinstance(row.get(NEGATIVES), list):
         moved[NEGATIVES] = [move(path) for path in row[NEGATIVES]]
     if isinstance(row.get(CANDIDATES), list):
-        moved[CANDIDATES] = [entry | {"path": move(entry["path"])} for entry in row[CANDIDATES]]
+        moved[CANDIDATES] = [
+            entry | {"path": move(entry["path"])} if isinstance(entry, dict) and "path" in entry else entry
+            for entry in row[CANDIDATES]
+        ]
     return moved

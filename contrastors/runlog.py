@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from contrastors.records import dump_json, write_text
+from contrastors.records import atomic_output, dump_json, write_text
 
 PROJECT = "contrastors"
 PACKAGES = ("torch", "torchvision", "transformers", "peft", "tokenizers", "pillow", "numpy", "safetensors")
@@ -192,7 +192,6 @@ def draw_curves(metrics_file: str | Path, picture: str | Path, names: Iterable[s
         axes.plot(*zip(*points, strict=True), marker="." if len(points) < 40 else "", linewidth=1.2)
         axes.set(title=name, xlabel="step")
         axes.grid(alpha=0.3)
-    temporary = Path(picture).with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=110)
-    temporary.replace(picture)
+    with atomic_output(picture) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
     return True

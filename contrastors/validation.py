@@ -28,7 +28,7 @@ class ImageFact:
     Attributes:
         path: As asked for.
         content: Content hash, the identity of the document; "" where the file is bad.
-        width: Pixels of the stored picture, before EXIF orientation.
+        width: Pixels of the upright picture.
         height: Pixels.
         reason: Why the file cannot be used; "" where it can.
     """
@@ -98,7 +98,8 @@ class FactCache:
             for line in self.file.read_bytes().split(b"\n"):
                 try:
                     path, size, mtime, content, width, height = json.loads(line)
-                    self._facts[path, size, mtime] = content, width, height
+                    if isinstance(content, str) and type(width) is type(height) is int:
+                        self._facts[path, size, mtime] = content, width, height
                 except (ValueError, TypeError):
                     continue
 

@@ -1,0 +1,223 @@
+"""Checkpoints: written whole or not at all, read back at once, found by reading, deleted with care.
+
+A `checkpoint-{step}/` is a PEFT adapter (loads with plain PEFT), the logit scale, the optimizer, `trainer_state.json`
+and a model card. Random states and sampler need no saving: they are functions of (seed, step, rank).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from contrastors.biqwen3 import BiQwen3
+from contrastors.logit_scale import LogitScale
+from contrastors.records import dump_json, sync_file, write_text
+
+ADAPTER_FILE, STATE_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "trainer_state.json", "optimizer.pt"
+SCALE_FILE, BEST_FILE = "logit_scale.safetensors", "best.json"
+FILES = (ADAPTER_FILE, "adapter_config.json", SCALE_FILE, OPTIMIZER_FILE, "README.md", STATE_FILE)
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+class BadCheckpoint(ValueError):
+    """A folder that is no whole checkpoint; the text says what is wrong with it."""
+
+
+def read_state(folder: str | Path) -> dict[str, Any]:
+    """Returns trainer_state.json of a checkpoint after looking at all its files.
+
+    Raises:
+        BadCheckpoint: A file is missing, torn or empty.
+    """
+    folder = Path(folder)
+    for name in FILES:
+        if not (folder / name).is_file() or not (folder / name).stat().st_size:
+            raise BadCheckpoint(f"{folder}: {name} is missing or empty, so this is no whole checkpoint")
+    try:
+        load_file(folder / ADAPTER_FILE), load_file(folder / SCALE_FILE)
+        _load_optimizer(folder)
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        missing = {"step", "args", "run_id"} - state.keys()
+    except (ValueError, AttributeError, SafetensorError) as error:
+        raise BadCheckpoint(f"{folder}: cannot be read ({error})") from error
+    if missing:
+        raise BadCheckpoint(f"{folder}: {STATE_FILE} lacks {', '.join(sorted(missing))}")
+    return state
+
+
+def _load_optimizer(folder: Path) -> dict[str, Any]:
+    try:
+        return torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise BadCheckpoint(f"{folder}: {OPTIMIZER_FILE} cannot be read ({str(error).splitlines()[0]})") from error
+
+
+def list_checkpoints(run_folder: str | Path) -> list[Path]:
+    """Returns the checkpoint folders of a run, whole or not, by rising step."""
+    found = [(int(m[1]), p) for p in Path(run_folder).glob("checkpoint-*") if (m := _NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def find_latest(run_folder: str | Path) -> tuple[Path | None, list[str]]:
+    """Returns the whole checkpoint with the highest step, and a warning for each broken one above it."""
+    warnings = []
+    for folder in reversed(list_checkpoints(run_folder)):
+        try:
+            read_state(folder)
+        except BadCheckpoint as error:
+            warnings.append(f"skipped an incomplete checkpoint: {error}")
+            continue
+        return folder, warnings
+    return None, warnings
+
+
+def adapter_tensors(model: BiQwen3) -> dict[str, torch.Tensor]:
+    """Returns the adapter of a model with the keys that PEFT gives it in a file."""
+    return get_peft_model_state_dict(model.backbone)
+
+
+def read_back(model: BiQwen3, folder: str | Path, must_have_moved: bool) -> None:
+    """Compares the adapter in a folder with the one in memory.
+
+    Args:
+        model: With the adapter.
+        folder: Checkpoint.
+        must_have_moved: Require that some B matrix is not zero (true from step 1 on).
+
+    Raises:
+        BadCheckpoint: Keys or values differ, or every B matrix is still zero.
+    """
+    saved, held = load_file(Path(folder) / ADAPTER_FILE), adapter_tensors(model)
+    wrong = sorted(saved.keys() ^ held.keys())
+    if wrong:
+        raise BadCheckpoint(f"{folder}: {len(wrong)} adapter keys do not match this model, first {wrong[0]}")
+    differing = [key for key, value in held.items() if not torch.equal(saved[key], value.cpu())]
+    if differing:
+        raise BadCheckpoint(f"{folder}: {len(differing)} adapter tensors differ from memory, first {differing[0]}")
+    if must_have_moved and not any(saved[key].any() for key in saved if ".lora_B." in key):
+        raise BadCheckpoint(f"{folder}: every B matrix is zero after training: the adapter received no gradient")
+
+
+def load_adapter(model: BiQwen3, folder: str | Path, trainable: bool) -> dict[str, int]:
+    """Puts the adapter of a folder on a base model; returns the number of adapted modules of each part.
+
+    Raises:
+        BadCheckpoint: The folder holds no adapter, or one of its keys or shapes does not match this model.
+    """
+    folder = Path(folder)
+    for name in (ADAPTER_FILE, "adapter_config.json"):
+        if not (folder / name).is_file():
+            raise BadCheckpoint(f"{folder}: {name} is missing, so this is no adapter")
+    try:
+        model.backbone = PeftModel.from_pretrained(model.backbone, str(folder), is_trainable=trainable)
+    except (RuntimeError, ValueError, SafetensorError) as error:
+        raise BadCheckpoint(f"{folder}: the adapter does not fit this model ({str(error).splitlines()[0]})") from error
+    read_back(model, folder, must_have_moved=False)
+    return model.count_adapted()
+
+
+def save_checkpoint(
+    folder: Path,
+    model: BiQwen3,
+    logit_scale: LogitScale,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    card: str,
+) -> None:
+    """Writes a checkpoint under a temporary name, reads it back, and renames it.
+
+    Args:
+        folder: `checkpoint-{step}` in the run folder; an older one of that name is replaced.
+        model: With a PEFT adapter.
+        logit_scale: Its scale.
+        optimizer: Its optimizer.
+        state: Goes to trainer_state.json; has at least step, args, run_id.
+        card: Text of README.md.
+
+    Raises:
+        BadCheckpoint: What was written is not what is in memory, or the adapter never moved.
+    """
+    temporary = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
+    temporary.mkdir(parents=True)
+    try:
+        model.backbone.save_pretrained(temporary)
+        save_file(logit_scale.state_dict(), temporary / SCALE_FILE)
+        torch.save(optimizer.state_dict(), temporary / OPTIMIZER_FILE)
+        write_text(temporary / "README.md", card)
+        write_text(temporary / STATE_FILE, dump_json(state, indent=1) + "\n")
+        read_back(model, temporary, must_have_moved=state["step"] > 0)
+        for path in temporary.iterdir():
+            sync_file(path)
+        sync_file(temporary)
+        replaced = None
+        if folder.exists():
+            replaced = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
+            folder.rename(replaced)
+        temporary.rename(folder)
+        sync_file(folder.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def restore(folder: Path, logit_scale: LogitScale, optimizer: torch.optim.Optimizer) -> None:
+    """Loads logit scale and optimizer of a checkpoint; the adapter is loaded before the optimizer is made.
+
+    Raises:
+        BadCheckpoint: The optimizer was made for other parameters.
+    """
+    logit_scale.load_state_dict(load_file(folder / SCALE_FILE))
+    try:
+        optimizer.load_state_dict(_load_optimizer(folder))
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise BadCheckpoint(f"{folder}: the optimizer state does not fit ({error})") from error
+
+
+def remove_leftovers(run_folder: Path) -> None:
+    """Removes the temporary folders that a killed save left behind."""
+    for path in run_folder.glob(".checkpoint-*.tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def mark_best(run_folder: Path, step: int, metric: str, value: float) -> None:
+    """Writes best.json: the step, metric and value of the best checkpoint."""
+    best = {"checkpoint": f"checkpoint-{step}", "step": step, "metric": metric, "value": value}
+    write_text(run_folder / BEST_FILE, dump_json(best) + "\n")
+
+
+def delete_old(run_folder: Path, keep: int, best_step: int | None, run_id: str) -> list[Path]:
+    """Deletes the oldest checkpoints of this run beyond the newest `keep`; returns the deleted folders.
+
+    Never deleted: the best one, and folders that are broken or belong to another run.
+
+    Args:
+        run_folder: Folder of the run.
+        keep: `--save-total-limit`; 0 = keep all.
+        best_step: Step of the best checkpoint.
+        run_id: Of this run.
+    """
+    own = []
+    for folder in list_checkpoints(run_folder):
+        try:
+            if json.loads((folder / STATE_FILE).read_text(encoding="utf-8")).get("run_id") == run_id:
+                own.append(folder)
+        except (OSError, ValueError, AttributeError):
+            continue
+    surplus = own[:-keep] if keep else []
+    deleted = [folder for folder in surplus if folder.name != f"checkpoint-{best_step}"]
+    for folder in deleted:
+        shutil.rmtree(folder)
+    return deleted

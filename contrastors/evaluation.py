@@ -1,0 +1,226 @@
+"""Retrieval evaluation: embed queries and corpus over all ranks, rank the corpus for each query, put numbers on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from contrastors.biqwen3 import BiQwen3
+from contrastors.data import NO_DOCUMENT, DocumentTable, ItemDataset, load_items
+from contrastors.distributed import World, gather_rows
+from contrastors.metrics import NDCG_AT, RECALL_AT, query_metrics, summarize
+from contrastors.processing import BiQwen3Processor
+from contrastors.records import BadRow, Pair
+from contrastors.validation import ImageFact
+
+METRICS = (*(f"recall@{k}" for k in RECALL_AT), "mrr", f"ndcg@{NDCG_AT}")
+COLLAPSED = 0.999  # mean cosine of different documents from which on a model no longer tells them apart
+_QUERY_BLOCK = 256
+
+
+@dataclass(slots=True)
+class EvalSet:
+    """One query per distinct text with its positives merged over rows, and the corpus of all distinct documents.
+
+    Attributes:
+        queries: Distinct query texts, in order of first use.
+        positives: Document numbers of each query, sorted.
+        documents: The corpus: positives and listed negatives.
+        bad_rows: Skipped, since the positive cannot be used.
+    """
+
+    queries: list[str]
+    positives: list[list[int]]
+    documents: DocumentTable
+    bad_rows: list[BadRow]
+
+
+def build_eval_set(pairs: Sequence[Pair], facts: dict[str, ImageFact]) -> EvalSet:
+    """Returns the queries and the corpus of an evaluation file."""
+    table = DocumentTable(facts)
+    bad_rows: list[BadRow] = []
+    positives: dict[str, set[int]] = {}
+    for pair in pairs:
+        number = table.number(pair.positive)
+        if number == NO_DOCUMENT:
+            bad_rows.append(BadRow(pair.line, pair.positive, table.reason(pair.positive)))
+        else:
+            positives.setdefault(pair.query, set()).add(number)
+        for path in pair.negatives:
+            table.number(path)
+    return EvalSet(list(positives), [sorted(numbers) for numbers in positives.values()], table, bad_rows)
+
+
+@dataclass(slots=True)
+class EvalResult:
+    """Numbers of one evaluation.
+
+    Attributes:
+        metrics: Flat names -> means; retrieval metrics also with `_low` and `_high` ends of 95 % intervals.
+        per_query: One object a query, in order of the evaluation set.
+    """
+
+    metrics: dict[str, float]
+    per_query: list[dict[str, Any]]
+
+
+class EvaluationStopped(Exception):
+    """A signal arrived while embedding, on any rank."""
+
+
+@torch.no_grad()
+def embed(
+    model: BiQwen3,
+    dataset: ItemDataset,
+    world: World,
+    batch_size: int,
+    num_workers: int,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[int], None] = lambda n: None,
+) -> torch.Tensor:
+    """Returns the (n, D) fp32 embeddings of all items, on the CPU of every rank; each rank embeds its share.
+
+    Collective: every rank must call it, with equal arguments.
+
+    Args:
+        model: In eval mode, or dropout would blur the vectors.
+        dataset: Queries or documents.
+        world: Ranks.
+        batch_size: Items of one forward.
+        num_workers: Loader processes of this rank.
+        should_stop: Asked before each batch.
+        on_progress: Called with the number of items after each batch.
+
+    Raises:
+        EvaluationStopped: On every rank, if `should_stop` became true on one of them.
+    """
+    assert not model.training, "embed() needs model.eval()"
+    places = range(world.rank, len(dataset), world.size)
+    # One more column than the embedding: it carries the wish to stop, so that all ranks learn of it in the one gather.
+    rows = torch.zeros(len(places), model.embedding_size + 1, device=world.device)
+    done = 0
+    for inputs in load_items(dataset, places, batch_size, num_workers, world.device):
+        if should_stop():
+            rows[:, -1] = 1
+            break
+        (chunk,) = inputs.to(world.device).chunks(len(inputs))
+        rows[done : done + len(inputs), :-1] = model(**chunk).float()
+        done += len(inputs)
+        on_progress(len(inputs))
+    gathered = gather_rows(rows, len(dataset)).cpu()
+    if gathered[:, -1].any():
+        raise EvaluationStopped
+    return gathered[:, :-1].contiguous()
+
+
+def score_embeddings(
+    queries: torch.Tensor, documents: torch.Tensor, positives: Sequence[Sequence[int]], scale: float
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Returns mean metrics and per-query values of embedded queries against an embedded corpus.
+
+    The loss of a query is the mean over its positives, each against the whole corpus without the other positives, so it
+    does not depend on a batch size. A document or query that is not finite is counted and never ranks first.
+
+    Args:
+        queries: (Q, D) fp32.
+        documents: (C, D) fp32.
+        positives: Document numbers of each query.
+        scale: 1 / temperature.
+
+    Raises:
+        ValueError: No queries.
+    """
+    names = ("rank", *METRICS, "positive_similarity", "negative_similarity", "hardest_negative", "margin", "loss")
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for start in range(0, len(queries), _QUERY_BLOCK):
+        block = (queries[start : start + _QUERY_BLOCK] @ documents.T).numpy()
+        for offset, scores in enumerate(block):
+            found = _one_query(scores, positives[start + offset], scale)
+            for name in names:
+                values[name].append(found[name])
+    per_query = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
+    summary = summarize({name: per_query[name] for name in METRICS})
+    for name in names[len(METRICS) + 1 :]:
+        finite = per_query[name][np.isfinite(per_query[name])]
+        summary[name] = float(finite.mean()) if len(finite) else float("nan")
+    finite = torch.isfinite(documents).all(dim=1)
+    summary["num_queries"], summary["corpus_size"] = len(queries), len(documents)
+    summary["num_not_finite"] = int((~finite).sum()) + int((~torch.isfinite(queries).all(dim=1)).sum())
+    summary["mean_document_similarity"] = mean_pairwise_cosine(documents[finite])
+    return summary, per_query
+
+
+def _one_query(scores: np.ndarray, positives: Sequence[int], scale: float) -> dict[str, float]:
+    found = query_metrics(scores, positives)
+    others = np.delete(scores, positives).astype(np.float64)
+    others = others[np.isfinite(others)]
+    own = scores[list(positives)].astype(np.float64)
+    found["positive_similarity"] = float(own.mean())
+    found["negative_similarity"] = float(others.mean()) if len(others) else float("nan")
+    found["hardest_negative"] = float(others.max()) if len(others) else float("nan")
+    found["margin"] = found["positive_similarity"] - found["negative_similarity"]
+    top = max(float(own.max()), found["hardest_negative"] if len(others) else -np.inf) * scale
+    rest = np.exp(others * scale - top).sum()
+    found["loss"] = float(np.mean([np.log(np.exp(s * scale - top) + rest) + top - s * scale for s in own]))
+    return found
+
+
+def mean_pairwise_cosine(vectors: torch.Tensor) -> float:
+    """Returns the mean cosine of different rows; near 1 the model has collapsed. NaN for fewer than two rows."""
+    count = len(vectors)
+    if count < 2:
+        return float("nan")
+    total = vectors.double().sum(dim=0).square().sum()
+    return float((total - vectors.double().square().sum()) / (count * (count - 1)))
+
+
+def evaluate(
+    model: BiQwen3,
+    processor: BiQwen3Processor,
+    data: EvalSet,
+    world: World,
+    scale: float,
+    batch_size: int,
+    num_workers: int,
+    max_image_pixels: int,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[int], None] = lambda n: None,
+) -> EvalResult:
+    """Returns the metrics of a model on an evaluation set, equal on every rank. Dropout is off; training mode is kept.
+
+    Collective: every rank must call it.
+
+    Args:
+        model: With or without adapter.
+        processor: Its processor.
+        data: Queries, positives and corpus.
+        world: Ranks; each embeds a share.
+        scale: 1 / temperature, for the loss.
+        batch_size: Items of one forward.
+        num_workers: Loader processes of each rank.
+        max_image_pixels: Of the image opener.
+        should_stop: Asked between batches.
+        on_progress: Called with the number of items after each batch.
+
+    Raises:
+        EvaluationStopped: `should_stop` became true on one of the ranks.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        vectors = []
+        for kind, sources in (("query", data.queries), ("document", data.documents.paths)):
+            dataset = ItemDataset(processor, kind, sources, max_image_pixels)
+            vectors.append(embed(model, dataset, world, batch_size, num_workers, should_stop, on_progress))
+    finally:
+        model.train(was_training)
+    metrics, per_query = score_embeddings(vectors[0], vectors[1], data.positives, scale)
+    rows = []
+    for place, (query, positives) in enumerate(zip(data.queries, data.positives, strict=True)):
+        values = {name: float(column[place]) for name, column in per_query.items()}
+        rows.append({"query": query, "positives": [data.documents.paths[p] for p in positives], **values})
+    return EvalResult(metrics, rows)

@@ -1,0 +1,834 @@
+"""Fine-tunes a Qwen3-VL embedding model into a retriever of page screenshots: contrastive LoRA training with GradCache.
+
+Reads (query, tile) pairs as JSONL; writes a run folder with checkpoint-N/ (PEFT adapters), metrics.jsonl, eval_step*.jsonl.
+
+  python train_contrastors.py --train-jsonl pairs.jsonl --eval-jsonl eval.jsonl --batch-size 64 --grad-cache-chunk 4
+  torchrun --nproc_per_node=8 train_contrastors.py --train-jsonl train_hn.jsonl --num-hard-negatives 2 --batch-size 32
+  python train_contrastors.py --resume training/output_contrastors/checkpoint-200
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from contrastors.cli import (
+    Stopped,
+    add_image_flags,
+    fraction,
+    make_parser,
+    natural_float,
+    natural_int,
+    positive_float,
+    positive_int,
+    run_script,
+    typed_flags,
+)
+from contrastors.records import dump_json, write_jsonl, write_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from contrastors.biqwen3 import BiQwen3
+    from contrastors.data import Batch, StepDataset
+    from contrastors.distributed import GradientBucket, World
+    from contrastors.evaluation import EvalSet
+    from contrastors.logit_scale import LogitScale
+    from contrastors.loss import LossOutput
+    from contrastors.processing import BiQwen3Processor
+    from contrastors.runlog import RunLog
+
+METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "margin", "loss")
+LOWER_IS_BETTER = ("loss",)
+CURVES = ("train/loss", "train/accuracy", "train/temperature", "eval/loss", "eval/recall@1", "eval/mrr", "eval/margin")
+
+# Flags of one call: never taken from a checkpoint.
+OF_THIS_CALL = {"resume", "overwrite", "allow_changed_args", "eval_only", "output_dir"}
+# Flags that may differ from the checkpoint's without altering what is trained.
+FREE_ON_RESUME = OF_THIS_CALL | {
+    "num_workers", "eval_steps", "eval_batch_size", "save_steps", "save_total_limit", "report_to", "run_name", "device",
+    "max_bad_fraction", "max_image_pixels", "batch_size",
+}  # fmt: skip
+# Written into the adapter: another value could not act on a resumed run.
+FIXED_BY_ADAPTER = {"model", "lora_r", "lora_alpha", "lora_dropout", "lora_vit"}
+
+
+# ---------------------------------------------------------------------------------------------------------------- flags
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the command line."""
+    parser = make_parser(__doc__)
+    onoff = argparse.BooleanOptionalAction
+
+    data = parser.add_argument_group("data")
+    add = data.add_argument
+    add("--train-jsonl", default="training/data/train.jsonl", help="rows with query, chunk_path, neg_chunk_paths")
+    add("--eval-jsonl", default="training/data/eval.jsonl", help="rows to evaluate on; negatives join the corpus")
+    add("--num-hard-negatives", type=natural_int, default=0, help="hard negatives of a row, its first usable; 0 = none")
+    add("--sample-negatives", action=onoff, default=False, help="choose a row's hard negatives anew each epoch, seeded")
+    add("--missing-negatives", choices=("mask", "drop-row"), default="mask", help="rows with too few hard negatives")
+    add("--max-train-rows", type=natural_int, default=0, help="use the first rows only; 0 = all")
+    add("--max-query-tokens", type=positive_int, default=512, help="tokens of a query's prompt; longer texts are cut")
+    add(
+        "--num-workers", type=natural_int, default=4, help="loader processes of each rank; 0 = load in the main process"
+    )
+    add_image_flags(data)
+
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="Qwen/Qwen3-VL-Embedding-2B", help="base model: hub name or folder")
+    add(
+        "--max-num-visual-tokens",
+        type=positive_int,
+        default=256,
+        help="visual tokens of the largest image, 1024 px each",
+    )
+    add("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="auto = bf16 on cuda, fp32 elsewhere")
+    attention = ("auto", "sdpa", "flash_attention_2", "eager")
+    add("--attn-implementation", choices=attention, default="auto", help="auto = sdpa")
+    add("--gradient-checkpointing", action=onoff, default=False, help="recompute layers in the backward: less memory")
+
+    add = parser.add_argument_group("adapter").add_argument
+    add("--lora-r", type=positive_int, default=32, help="rank of the LoRA matrices")
+    add("--lora-alpha", type=positive_int, default=32, help="LoRA scale, alpha / r")
+    add("--lora-dropout", type=fraction, default=0.05, help="dropout in front of the LoRA; 0 = off")
+    add("--lora-vit", action=onoff, default=False, help="adapt the vision blocks too, not only the language model")
+
+    add = parser.add_argument_group("loss").add_argument
+    add("--temperature", type=positive_float, default=0.07, help="initial temperature, 0.01 to 1; it is learned")
+    add("--logit-scale-lr", type=natural_float, default=1e-3, help="learning rate of the temperature; 0 = fixed")
+    add("--mask-false-negatives", action=onoff, default=True, help="mask documents known to answer a query")
+    add("--grad-reduction", choices=("sum", "mean"), default="sum", help="over ranks; mean = gradient of one process")
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--batch-size", type=positive_int, default=4, help="rows of each rank in a step")
+    add("--grad-cache-chunk", type=positive_int, default=2, help="documents of one forward: memory follows this alone")
+    add(
+        "--query-chunk",
+        type=natural_int,
+        default=0,
+        help="queries of one forward; 0 = as many as one document chunk has tokens",
+    )
+    add("--lr", type=positive_float, default=2e-5, help="peak learning rate of the adapter")
+    add("--weight-decay", type=natural_float, default=0.01, help="AdamW weight decay of the adapter; 0 = off")
+    add("--warmup-steps", type=natural_int, default=50, help="steps of linear warm-up; 0 = none")
+    add("--max-steps", type=positive_int, default=500, help="optimizer steps of the whole run")
+    schedulers = ("cosine", "constant", "cosine-restarts")
+    add("--scheduler", choices=schedulers, default="cosine", help="learning rate after the warm-up")
+    add("--num-cycles", type=positive_int, default=2, help="cycles of cosine-restarts")
+    add("--max-grad-norm", type=natural_float, default=1.0, help="clip the norm over all gradients; 0 = off")
+
+    add = parser.add_argument_group("evaluation").add_argument
+    add(
+        "--eval-steps",
+        type=natural_int,
+        default=100,
+        help="evaluate every so many steps; 0 = never, not at the ends either",
+    )
+    add("--eval-batch-size", type=positive_int, default=16, help="items of one forward without gradients")
+    add("--max-eval-rows", type=natural_int, default=0, help="use the first rows only; 0 = all")
+    add("--best-metric", choices=METRICS, default="recall@1", help="marks the best checkpoint")
+    add("--eval-only", action=onoff, default=False, help="evaluate the base, or the adapter of --resume, and end")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--output-dir", default="training/output_contrastors", help="run folder")
+    add("--save-steps", type=natural_int, default=100, help="save every so many steps; 0 = at the end only")
+    add("--save-total-limit", type=natural_int, default=5, help="newest checkpoints to keep, beside the best; 0 = all")
+    add("--resume", metavar="DIR|latest", help="checkpoint folder; latest = newest in --output-dir, or a fresh start")
+    add("--allow-changed-args", action=onoff, default=False, help="let typed flags differ from the checkpoint's")
+    add("--overwrite", action=onoff, default=False, help="replace the run that is in --output-dir")
+    add(
+        "--report-to",
+        choices=("none", "tensorboard", "wandb", "trackio"),
+        default="none",
+        help="mirror of metrics.jsonl",
+    )
+    add("--run-name", help="name shown by --report-to (default: name of the run folder)")
+
+    add = parser.add_argument_group("runtime").add_argument
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto = cuda, then mps, then cpu")
+    add("--seed", type=natural_int, default=0, help="of adapter, order and dropout")
+    return parser
+
+
+def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: set[str]) -> None:
+    """Refuses flags that would be ignored or fail later."""
+    if args.overwrite and args.resume and not args.eval_only:
+        parser.error("--overwrite deletes the run that --resume continues; choose one")
+    if args.allow_changed_args and not args.resume:
+        parser.error("--allow-changed-args acts on --resume only")
+    if "num_cycles" in typed and args.scheduler != "cosine-restarts":
+        parser.error(f"--num-cycles acts on --scheduler cosine-restarts only, not on {args.scheduler}")
+    if args.num_hard_negatives == 0 and not args.eval_only:
+        for name in ("sample_negatives", "missing_negatives"):
+            if name in typed and getattr(args, name) not in (False, "mask"):
+                parser.error(f"--{name.replace('_', '-')} acts on hard negatives; give --num-hard-negatives")
+    if args.eval_steps == 0 and not args.eval_only:
+        for name in ("eval_jsonl", "best_metric", "max_eval_rows"):
+            if name in typed:
+                parser.error(f"--{name.replace('_', '-')} does nothing with --eval-steps 0")
+    if not 0.01 <= args.temperature <= 1:
+        parser.error(f"--temperature {args.temperature}: the learned temperature stays within 0.01 and 1, start there")
+    if args.lora_dropout == 1:
+        parser.error("--lora-dropout 1 leaves nothing to train")
+    if args.attn_implementation == "flash_attention_2" and (
+        args.device not in ("auto", "cuda") or args.dtype == "fp32"
+    ):
+        parser.error("--attn-implementation flash_attention_2 needs --device cuda and --dtype bf16")
+    if (
+        args.batch_size * int(os.environ.get("WORLD_SIZE", 1)) == 1
+        and not args.num_hard_negatives
+        and not args.eval_only
+    ):
+        parser.error("a global batch of one row without hard negatives has nothing to contrast; raise --batch-size")
+
+
+# --------------------------------------------------------------------------------------------------------------- resume
+
+
+def take_from_checkpoint(args: argparse.Namespace, typed: set[str], folder: Path, state: dict[str, Any]) -> list[str]:
+    """Fills every flag that was not typed from the checkpoint; returns notes on what differs.
+
+    Raises:
+        ValueError: A typed flag alters the training and differs, and `--allow-changed-args` is off.
+    """
+    saved, changed = state["args"], []
+    for name, value in saved.items():
+        if name in OF_THIS_CALL or not hasattr(args, name):
+            continue
+        if name not in typed:
+            setattr(args, name, value)
+        elif name not in FREE_ON_RESUME and _absolute(name, getattr(args, name)) != value:
+            changed.append(f"--{name.replace('_', '-')} {getattr(args, name)} (checkpoint: {value})")
+            if name in FIXED_BY_ADAPTER:
+                raise ValueError(f"{changed[-1]} cannot change on a resumed run; start a new one")
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    global_batch = saved["batch_size"] * state["world_size"]
+    notes = []
+    if "batch_size" in typed and args.batch_size * size != global_batch:
+        changed.append(f"--batch-size {args.batch_size} x {size} ranks (checkpoint: global batch {global_batch})")
+    elif "batch_size" not in typed and size != state["world_size"]:
+        if global_batch % size:
+            raise ValueError(
+                f"{folder} was trained with a global batch of {global_batch} on {state['world_size']} ranks, which "
+                f"{size} ranks cannot share; give --batch-size and --allow-changed-args"
+            )
+        args.batch_size = global_batch // size
+    if size != state["world_size"] and not changed:
+        notes.append(
+            f"{state['world_size']} -> {size} ranks: --batch-size {args.batch_size} keeps the global batch of "
+            f"{global_batch}, the order of rows and the step count; dropout draws other masks"
+            + (
+                f", and gradients are {size / state['world_size']:g} times as large"
+                if args.grad_reduction == "sum"
+                else ""
+            )
+        )
+    if changed and not args.allow_changed_args:
+        raise ValueError(f"resuming {folder} with other flags: {'; '.join(changed)}; add --allow-changed-args to do so")
+    return notes + [f"changed on resume: {text}" for text in changed]
+
+
+def _absolute(name: str, value: Any) -> Any:
+    """Returns paths as a checkpoint stores them: absolute, so that resuming works from any folder."""
+    is_path = name in ("train_jsonl", "eval_jsonl") or (name == "model" and Path(str(value)).exists())
+    return os.path.abspath(value) if is_path else value
+
+
+def locate_checkpoint(args: argparse.Namespace) -> tuple[Path | None, dict[str, Any], list[str]]:
+    """Returns the checkpoint of `--resume` (None = start anew), its state, and warnings."""
+    from contrastors.checkpoint import find_latest, read_state
+
+    if args.resume == "latest":
+        folder, warnings = find_latest(args.output_dir)
+        return (folder, read_state(folder), warnings) if folder else (None, {}, warnings)
+    folder = Path(args.resume)
+    if not folder.is_dir():
+        raise ValueError(f"--resume {folder}: no such folder")
+    return folder, read_state(folder), []
+
+
+# ------------------------------------------------------------------------------------------------------------------ run
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Just what a checkpoint restores, beside weights and optimizer."""
+
+    run_id: str
+    step: int = 0
+    best_step: int | None = None
+    best_value: float | None = None
+    base_metrics: dict[str, float] = field(default_factory=dict)
+    last_metrics: dict[str, float] = field(default_factory=dict)
+    num_truncated: int = 0
+
+
+class StopSignals:
+    """Notes SIGINT and SIGTERM, so that the step in flight ends and is saved; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.received:
+            raise Stopped(number)
+        self.received = number
+
+
+@dataclass(slots=True)
+class Run:
+    """The locals of a run."""
+
+    args: argparse.Namespace
+    world: World
+    log: RunLog
+    folder: Path
+    processor: BiQwen3Processor
+    model: BiQwen3
+    logit_scale: LogitScale
+    state: TrainState
+    stop: StopSignals
+    eval_set: EvalSet | None = None
+    train_set: StepDataset | None = None
+    bucket: GradientBucket | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def scale(self) -> float:
+        """1 / temperature now."""
+        return 1 / self.logit_scale.temperature
+
+
+# ------------------------------------------------------------------------------------------------------ model and data
+
+
+def load_model(args: argparse.Namespace, world: World) -> tuple[BiQwen3, BiQwen3Processor]:
+    """Returns the frozen base model on its device, and its processor."""
+    import torch
+
+    from contrastors.biqwen3 import BiQwen3
+    from contrastors.processing import BiQwen3Processor
+
+    on_cuda = world.device.type == "cuda"
+    if args.attn_implementation == "flash_attention_2" and not on_cuda:
+        raise ValueError(f"--attn-implementation flash_attention_2 needs cuda; this is {world.device}")
+    bf16 = args.dtype == "bf16" or (args.dtype == "auto" and on_cuda)
+    processor = BiQwen3Processor.from_pretrained(args.model, args.max_num_visual_tokens, args.max_query_tokens)
+    pixels = processor.image_processor
+    attention = "sdpa" if args.attn_implementation == "auto" else args.attn_implementation
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model = BiQwen3.from_pretrained(args.model, pixels.image_mean, pixels.image_std, dtype, attention)
+    if model.base.config.image_token_id != processor.image_token_id:
+        raise ValueError(f"--model {args.model}: tokenizer and config disagree on the id of the image token")
+    return model.to(world.device), processor
+
+
+def load_data(args: argparse.Namespace, world: World, log: RunLog, folder: Path) -> tuple[Any, Any]:
+    """Returns training and evaluation set (None where not asked for), the same on every rank, after a look at each image."""
+    from contrastors.data import build_training_set, validate_images
+    from contrastors.evaluation import build_eval_set
+    from contrastors.records import check_bad_rows, read_pairs
+    from contrastors.runlog import progress
+    from contrastors.validation import image_paths
+
+    def load(source: str, max_rows: int, with_negatives: bool, build: Callable, report: str) -> Any:
+        pairs, resolver = read_pairs(source, max_rows)
+        paths = image_paths(pairs, with_negatives)
+        with progress(len(paths) // world.size, "checking images", world.is_main) as bar:
+            facts = validate_images(paths, resolver.folder, args.max_image_pixels, args.num_workers, world, bar.update)
+        data = build(pairs, facts)
+        if world.is_main:
+            check_bad_rows(source, data.bad_rows, len(pairs), args.max_bad_fraction, folder / report)
+        if resolver.num_renamed:
+            log.say(f"{source}: {resolver.num_renamed} paths were found under their other Unicode form")
+        if data.bad_rows:
+            log.say(f"{source}: skipped {len(data.bad_rows)} of {len(pairs)} rows, listed in {folder / report}")
+        return data
+
+    train = evaluation = None
+    if not args.eval_only:
+        drop = args.missing_negatives == "drop-row"
+        options = (args.num_hard_negatives, drop, args.mask_false_negatives)
+        with_negatives = args.num_hard_negatives > 0
+        build = lambda pairs, facts: build_training_set(pairs, facts, *options)  # noqa: E731
+        train = load(args.train_jsonl, args.max_train_rows, with_negatives, build, "bad_rows.jsonl")
+        report_training_set(args, train, log)
+    if args.eval_steps or args.eval_only:
+        evaluation = load(args.eval_jsonl, args.max_eval_rows, True, build_eval_set, "bad_eval_rows.jsonl")
+        log.say(f"evaluation: {len(evaluation.queries)} queries, corpus of {len(evaluation.documents)} documents")
+    return train, evaluation
+
+
+def report_training_set(args: argparse.Namespace, train: Any, log: RunLog) -> None:
+    """Says what the rows hold; refuses a file without the hard negatives that were asked for."""
+    wanted = args.num_hard_negatives
+    slots = wanted * len(train.rows)
+    filled = sum(min(wanted, len(row.negatives)) for row in train.rows)
+    if wanted and not filled:
+        raise ValueError(
+            f"--num-hard-negatives {wanted}, but no row of {args.train_jsonl} has a usable neg_chunk_paths"
+        )
+    log.say(f"training: {len(train.rows)} rows, {len(train.documents)} distinct documents")
+    if wanted:
+        log.say(
+            f"hard negatives: {filled} of {slots} slots filled, {train.num_bad_negatives} unreadable, "
+            f"{train.num_positive_negatives} known positives left out, {train.num_dropped} rows dropped"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- the step
+
+
+def learning_rate_factor(args: argparse.Namespace, step: int) -> float:
+    """Returns the share of the peak learning rate at a step: a pure function of the step (from 0)."""
+    if step < args.warmup_steps:
+        return (step + 1) / args.warmup_steps
+    if args.scheduler == "constant":
+        return 1.0
+    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    if args.scheduler == "cosine-restarts":
+        done = done * args.num_cycles % 1.0
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+def query_chunk_size(batch: Batch, document_chunk: int) -> int:
+    """Returns how many queries have no more tokens than one document chunk, at least one."""
+    room = document_chunk * max(batch.documents.lengths)
+    return max(1, room // max(batch.queries.lengths))
+
+
+def contrast_batch(embeddings: torch.Tensor, batch: Batch, run: Run) -> LossOutput:
+    """Returns the loss of the embeddings [queries, distinct documents] of a batch."""
+    from contrastors.loss import clip_loss
+
+    num_queries = len(batch.queries)
+    queries, documents = embeddings[:num_queries], embeddings[num_queries:]
+    return clip_loss(queries, documents[batch.slots], run.logit_scale, run.args.num_hard_negatives, batch.mask)
+
+
+def train_step(run: Run, batch: Batch) -> dict[str, float]:
+    """Does one optimizer step and returns its metrics, equal on every rank. Collective.
+
+    Raises:
+        ValueError: Loss or gradient is not finite; the parameters are those before the step.
+    """
+    import torch
+
+    from contrastors.loss import grad_cache_loss
+    from contrastors.rand_state import seed_step
+
+    args, state, bucket = run.args, run.state, run.bucket
+    factor = learning_rate_factor(args, state.step)
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+    seed_step(args.seed, state.step, run.world.rank)
+    batch = batch.to(run.world.device)
+    query_chunk = args.query_chunk or query_chunk_size(batch, args.grad_cache_chunk)
+    chunks = batch.queries.chunks(query_chunk) + batch.documents.chunks(args.grad_cache_chunk)
+    bucket.zero_()
+    loss_factor = run.world.size if args.grad_reduction == "sum" else 1
+    output = grad_cache_loss(run.model, chunks, partial(contrast_batch, batch=batch, run=run), loss_factor)
+    # Loss, accuracy and the wish to stop ride with the gradients: one collective for all of them.
+    stop = [float(run.stop.received == number) for number in (signal.SIGINT, signal.SIGTERM)]
+    extras = torch.tensor([*stop, batch.num_truncated, len(batch.documents)], device=bucket.flat.device)
+    bucket.extras.copy_(torch.cat([torch.stack([output.loss, output.accuracy]), extras]))
+    bucket.reduce()
+    norm = torch.linalg.vector_norm(bucket.gradients)
+    loss, accuracy, interrupt, terminate, truncated, documents, grad_norm = [*bucket.extras.tolist(), norm.item()]
+    if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        rows = [run.train_set.data.rows[r].line for r in run.train_set.order.rows(state.step)]
+        raise ValueError(
+            f"step {state.step + 1}: loss {loss}, gradient norm {grad_norm}, so training stops before it is applied; rows "
+            f"on lines {', '.join(map(str, rows[:8]))}{' ...' if len(rows) > 8 else ''} of {args.train_jsonl}"
+        )
+    if args.max_grad_norm and grad_norm > args.max_grad_norm:
+        bucket.gradients.mul_(args.max_grad_norm / grad_norm)
+    run.optimizer.step()
+    run.logit_scale.clamp_()
+    state.step += 1
+    state.num_truncated += round(truncated * run.world.size)
+    if not run.stop.received and interrupt + terminate:
+        run.stop.received = signal.SIGINT if interrupt else signal.SIGTERM
+    return {
+        "train/loss": loss,
+        "train/accuracy": accuracy,
+        "train/lr": args.lr * factor,
+        "train/temperature": run.logit_scale.temperature,
+        "train/grad_norm": grad_norm,
+        "train/samples_seen": state.step * args.batch_size * run.world.size,
+        "train/documents": round(documents * run.world.size),
+    }
+
+
+# -------------------------------------------------------------------------------------------------- once in a while
+
+
+def evaluate_run(run: Run) -> bool:
+    """Evaluates on all ranks; logs, writes eval_step{N}.jsonl, and returns whether this is the best so far. Collective."""
+    from contrastors.evaluation import evaluate
+    from contrastors.runlog import progress
+
+    args, state = run.args, run.state
+    total = (len(run.eval_set.queries) + len(run.eval_set.documents)) // run.world.size
+    started = time.perf_counter()
+    with progress(total, "evaluating", run.world.is_main) as bar:
+        result = evaluate(
+            run.model, run.processor, run.eval_set, run.world, run.scale, args.eval_batch_size, args.num_workers,
+            args.max_image_pixels, lambda: bool(run.stop.received), bar.update,
+        )  # fmt: skip
+    found = result.metrics
+    if run.world.is_main:
+        write_jsonl(run.folder / f"eval_step{state.step}.jsonl", result.per_query)
+        write_text(run.folder / f"eval_step{state.step}.json", dump_json(found, indent=1) + "\n")
+    run.log.metrics(
+        state.step, {f"eval/{k}": v for k, v in found.items()} | {"time/eval_s": time.perf_counter() - started}
+    )
+    cells = " ".join(f"{name} {found[name]:.3f}" for name in METRICS)
+    low, high = found["recall@1_low"], found["recall@1_high"]
+    run.log.say(f"step {state.step} evaluation: {cells} (recall@1 95% [{low:.3f}, {high:.3f}])")
+    warn_of_collapse(run, found)
+    if state.step == 0:
+        state.base_metrics = found
+    state.last_metrics = found
+    value = found[args.best_metric]
+    if not math.isfinite(value):
+        return False
+    sign = -1 if args.best_metric in LOWER_IS_BETTER else 1
+    if state.best_value is not None and sign * value <= sign * state.best_value:
+        return False
+    state.best_step, state.best_value = state.step, value
+    return True
+
+
+def warn_of_collapse(run: Run, found: dict[str, float]) -> None:
+    """Says when embeddings are not finite, or all alike."""
+    from contrastors.evaluation import COLLAPSED
+
+    if found["num_not_finite"]:
+        run.log.say(f"warning: {found['num_not_finite']} embeddings are not finite; they rank last")
+    if found["mean_document_similarity"] > COLLAPSED:
+        similarity = found["mean_document_similarity"]
+        run.log.say(f"warning: embeddings have collapsed, two documents have a mean cosine of {similarity:.4f}")
+
+
+def save_run(run: Run) -> None:
+    """Saves a checkpoint, marks the best, deletes surplus ones. The main rank writes; the others wait. Collective."""
+    from contrastors.checkpoint import delete_old, mark_best, save_checkpoint
+    from contrastors.distributed import barrier
+    from contrastors.runlog import draw_curves, versions
+
+    args, state = run.args, run.state
+    if run.world.is_main:
+        folder = run.folder / f"checkpoint-{state.step}"
+        record = {
+            **asdict(state),
+            "epoch": run.train_set.order.epoch(state.step),
+            "seed": args.seed,
+            "world_size": run.world.size,
+            "global_batch": args.batch_size * run.world.size,
+            "args": saved_args(args),
+            "versions": versions(),
+            "processor": run.processor.describe(),
+            "chunking": {"documents": args.grad_cache_chunk, "queries": args.query_chunk or "by tokens"},
+        }
+        save_checkpoint(folder, run.model, run.logit_scale, run.optimizer, record, model_card(run))
+        if state.best_step == state.step:
+            mark_best(run.folder, state.step, args.best_metric, state.best_value)
+        delete_old(run.folder, args.save_total_limit, state.best_step, state.run_id)
+        draw_curves(run.folder / "metrics.jsonl", run.folder / "curves.png", CURVES)
+        run.log.say(f"step {state.step} saved: {folder}")
+    barrier()
+
+
+def saved_args(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the flags as checkpoints and args.json keep them."""
+    return {name: _absolute(name, value) for name, value in vars(args).items()}
+
+
+def model_card(run: Run) -> str:
+    """Returns the README of a checkpoint: how to load it, what it was trained with, what was measured."""
+    args, state = run.args, run.state
+    lines = [
+        "---",
+        "library_name: peft",
+        f"base_model: {args.model}",
+        "pipeline_tag: visual-document-retrieval",
+        "---",
+        "",
+        f"# LoRA adapter for {Path(args.model).name}, step {state.step}",
+        "",
+        "Queries and page screenshots become L2-normalised vectors of the last token; similarity is their dot product.",
+        "",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModel",
+        "",
+        f'model = PeftModel.from_pretrained(AutoModel.from_pretrained("{args.model}"), "THIS_FOLDER")',
+        "```",
+        "",
+        f"Trained with a global batch of {args.batch_size * run.world.size} rows, {args.num_hard_negatives} hard negatives a "
+        f"row, at most {args.max_num_visual_tokens} visual tokens an image; temperature now {run.logit_scale.temperature:.4f}.",
+        "",
+    ]
+    if state.last_metrics:
+        names = [name for name in METRICS if name in state.last_metrics]
+        lines += ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+        for title, found in (("base", state.base_metrics), ("last evaluation", state.last_metrics)):
+            if found:
+                lines.append(f"| {title} | " + " | ".join(f"{found[name]:.4f}" for name in names) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------- begin, loop
+
+
+def begin_training(run: Run, train: Any, checkpoint: Path | None) -> None:
+    """Puts the adapter on the model and makes everything that a step needs; restores it from a checkpoint."""
+    import torch
+
+    from contrastors.checkpoint import load_adapter, restore
+    from contrastors.data import BatchOrder, StepDataset
+    from contrastors.distributed import GradientBucket
+
+    args = run.args
+    torch.manual_seed(args.seed)
+    if checkpoint is None:
+        found = run.model.add_adapter(args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_vit)
+    else:
+        found = load_adapter(run.model, checkpoint, trainable=True)
+    if args.gradient_checkpointing:
+        run.model.enable_gradient_checkpointing()
+    run.model.train()
+    adapter = list(run.model.trainable_parameters().values())
+    run.log.say(
+        f"adapter: {found['language']} language and {found['vision']} vision modules, {len(adapter)} tensors, "
+        f"{sum(p.numel() for p in adapter):,} parameters"
+    )
+    scale = list(run.logit_scale.parameters())
+    run.bucket = GradientBucket([*adapter, *scale], num_extras=6)
+    run.bucket.share_parameters()
+    groups = [
+        {"params": adapter, "peak_lr": args.lr, "weight_decay": args.weight_decay},
+        {"params": scale, "peak_lr": args.logit_scale_lr, "weight_decay": 0.0},
+    ]
+    run.optimizer = torch.optim.AdamW(groups, lr=args.lr)
+    if checkpoint is not None:
+        restore(checkpoint, run.logit_scale, run.optimizer)
+        for group, fresh in zip(run.optimizer.param_groups, groups, strict=True):
+            group |= {"peak_lr": fresh["peak_lr"], "weight_decay": fresh["weight_decay"]}
+    order = BatchOrder(len(train.rows), args.batch_size * run.world.size, args.seed)
+    run.train_set = StepDataset(
+        train, order, run.processor, args.num_hard_negatives, args.batch_size, run.world.rank, args.sample_negatives,
+        args.mask_false_negatives, args.max_image_pixels,
+    )  # fmt: skip
+
+
+def train(run: Run) -> None:
+    """Runs the loop to the last step, or until a signal; every rank does the same steps."""
+    from contrastors.data import load_batches
+    from contrastors.evaluation import EvaluationStopped
+    from contrastors.runlog import progress
+
+    args, state, log = run.args, run.state, run.log
+    batches = load_batches(run.train_set, state.step, args.max_steps, args.num_workers, run.world.device)
+    saved_step, is_first = state.step, True
+    with progress(args.max_steps, "training", run.world.is_main) as bar:
+        bar.update(state.step)
+        while True:
+            is_last = state.step == args.max_steps or bool(run.stop.received)
+            # once in a while: evaluate (all ranks); a resumed run has this step's numbers already
+            is_best = False
+            if run.eval_set is not None and not run.stop.received and (state.step != saved_step or state.step == 0):
+                if state.step % args.eval_steps == 0 or is_last:
+                    try:
+                        is_best = evaluate_run(run)
+                    except EvaluationStopped:
+                        is_last = True
+            # once in a while: save (main rank)
+            save_due = is_best or is_last or (args.save_steps and state.step % args.save_steps == 0)
+            if save_due and state.step != saved_step:
+                save_run(run)
+                saved_step = state.step
+            if is_last:
+                break
+            started = time.perf_counter()
+            batch = next(batches)
+            waited_s = time.perf_counter() - started
+            values = train_step(run, batch)
+            step_s = time.perf_counter() - started
+            values |= {
+                "time/step_s": step_s,
+                "time/data_wait_pct": 100 * waited_s / step_s,
+                "time/tiles_per_s": values["train/documents"] / step_s,
+            }
+            log.metrics(state.step, values)
+            bar.update(1)
+            if is_first or state.step % 10 == 0 or state.step == args.max_steps:
+                log.say(step_line(state.step, args.max_steps, values))
+            is_first = False
+
+
+def step_line(step: int, max_steps: int, values: dict[str, float]) -> str:
+    """Returns the console line of a step."""
+    return (
+        f"step {step}/{max_steps} loss {values['train/loss']:.4f} accuracy {values['train/accuracy']:.3f} "
+        f"lr {values['train/lr']:.2e} temperature {values['train/temperature']:.4f} "
+        f"grad norm {values['train/grad_norm']:.3g} {values['time/step_s']:.2f} s "
+        f"({values['time/tiles_per_s']:.1f} tiles/s, data wait {values['time/data_wait_pct']:.0f} %)"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- output
+
+RUN_FILES = ("metrics.jsonl", "best.json", "curves.png", "train.log", "args.json", "env.json", "summary.json")
+
+
+def check_output(args: argparse.Namespace, folder: Path) -> None:
+    """Refuses a folder that holds another run's results."""
+    from contrastors.checkpoint import list_checkpoints
+
+    if args.resume or args.overwrite:
+        return
+    held = list_checkpoints(folder) + [p for p in (folder / "metrics.jsonl",) if p.exists()]
+    if args.eval_only:
+        held = list(folder.glob("eval_step*.json"))
+    if held:
+        raise ValueError(
+            f"{folder} already holds a run ({held[0].name}); use --resume latest, --overwrite or another --output-dir"
+        )
+
+
+def clear_output(folder: Path) -> None:
+    """Removes what an older run of this script left in its folder; other files stay."""
+    from contrastors.checkpoint import STATE_FILE, list_checkpoints
+
+    for checkpoint in list_checkpoints(folder):
+        if (checkpoint / STATE_FILE).exists():
+            shutil.rmtree(checkpoint)
+    for path in [
+        *(folder / name for name in RUN_FILES),
+        *folder.glob("eval_step*.json*"),
+        *folder.glob("bad_*rows.jsonl"),
+    ]:
+        path.unlink(missing_ok=True)
+
+
+def prepare_output(run: Run, is_resumed: bool) -> None:
+    """Makes the run folder ready: cleared, or cut back to the checkpoint's step. The main rank's work."""
+    from contrastors.checkpoint import remove_leftovers
+    from contrastors.runlog import cut_metrics
+
+    args, folder = run.args, run.folder
+    remove_leftovers(folder)
+    cut_metrics(folder / "metrics.jsonl", run.state.step if is_resumed else -1)
+    run.log.write_records(saved_args(args) | {"world_size": run.world.size}, str(run.world.device))
+    name = args.run_name or folder.resolve().name
+    run.log.start_tracker(args.report_to, name, saved_args(args), run.state.run_id)
+
+
+def write_summary(run: Run) -> None:
+    """Writes summary.json: how the run ended, with counts that add up to the input."""
+    data, state = run.train_set.data, run.state
+    num_rows = len(data.rows) + len(data.bad_rows) + data.num_dropped
+    summary = {
+        "completed": state.step == run.args.max_steps,
+        "step": state.step,
+        "rows": {"input": num_rows, "used": len(data.rows), "bad": len(data.bad_rows), "dropped": data.num_dropped},
+        "documents": len(data.documents),
+        "bad_negatives": data.num_bad_negatives,
+        "positives_among_negatives": data.num_positive_negatives,
+        "truncated_queries_seen": state.num_truncated,
+        "best": {"step": state.best_step, "metric": run.args.best_metric, "value": state.best_value},
+        "last_evaluation": state.last_metrics,
+    }
+    if run.world.is_main:
+        write_text(run.folder / "summary.json", dump_json(summary, indent=1) + "\n")
+    if state.num_truncated:
+        run.log.say(f"{state.num_truncated} queries were cut at --max-query-tokens {run.args.max_query_tokens}")
+
+
+def work(args: argparse.Namespace, typed: set[str]) -> int:
+    """Does what the command line asks for and returns the exit code."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of loader workers
+
+    from contrastors import distributed
+    from contrastors.checkpoint import load_adapter
+    from contrastors.logit_scale import LogitScale
+    from contrastors.runlog import RunLog
+
+    checkpoint, saved, notes = locate_checkpoint(args) if args.resume else (None, {}, [])
+    if checkpoint is not None:
+        notes += take_from_checkpoint(args, typed, checkpoint, saved)
+        validate(build_parser(), args, typed)
+    folder = Path(args.output_dir)
+    if checkpoint is not None and not args.eval_only:
+        folder = checkpoint.parent  # a run goes on where it is
+    world = distributed.start(args.device)
+    if world.is_main:
+        check_output(args, folder)
+        if args.overwrite and not args.eval_only:
+            clear_output(folder)
+    log = RunLog(folder, world.is_main)
+    for note in notes:
+        log.say(note)
+    train_data, eval_set = load_data(args, world, log, folder)
+    model, processor = load_model(args, world)
+    logit_scale = LogitScale(args.temperature).to(world.device)
+    known = {name: saved[name] for name in TrainState.__dataclass_fields__ if name in saved}
+    state = TrainState(**({"run_id": uuid.uuid4().hex} | known))
+    run = Run(args, world, log, folder, processor, model, logit_scale, state, StopSignals(), eval_set)
+    if args.eval_only:
+        if checkpoint is not None:
+            load_adapter(model, checkpoint, trainable=False)
+            logit_scale.load_state_dict(_read_scale(checkpoint))
+        evaluate_run(run)
+        return 0
+    begin_training(run, train_data, checkpoint)
+    if world.is_main:
+        prepare_output(run, checkpoint is not None)
+    if args.warmup_steps >= args.max_steps:
+        log.say(f"warning: the warm-up of {args.warmup_steps} steps does not end within --max-steps {args.max_steps}")
+    train(run)
+    write_summary(run)
+    log.close()
+    distributed.stop()
+    if run.stop.received and state.step < args.max_steps:
+        raise Stopped(run.stop.received)
+    return 0
+
+
+def _read_scale(checkpoint: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    from contrastors.checkpoint import SCALE_FILE
+
+    return load_file(checkpoint / SCALE_FILE)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parses the command line and runs it."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    typed = typed_flags(build_parser(), argv)
+    if not args.resume:
+        validate(parser, args, typed)
+    return run_script(lambda: work(args, typed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
