@@ -1,6 +1,6 @@
 """Fine-tunes a Qwen3-VL embedding model into a retriever of page screenshots: contrastive LoRA training with GradCache.
 
-Reads (query, tile) pairs as JSONL; writes a run folder with checkpoint-N/ (PEFT adapters), metrics.jsonl, eval_step*.jsonl.
+Reads (query, tile) pairs as JSONL; writes a run folder: checkpoint-N/ (PEFT adapters), metrics.jsonl, eval_step*.jsonl.
 
   python train_contrastors.py --train-jsonl pairs.jsonl --eval-jsonl eval.jsonl --batch-size 64 --grad-cache-chunk 4
   torchrun --nproc_per_node=8 train_contrastors.py --train-jsonl train_hn.jsonl --num-hard-negatives 2 --batch-size 32
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -59,6 +58,11 @@ OF_THIS_CALL = {"resume", "overwrite", "allow_changed_args", "eval_only", "outpu
 FREE_ON_RESUME = OF_THIS_CALL | {
     "num_workers", "eval_steps", "eval_batch_size", "save_steps", "save_total_limit", "report_to", "run_name", "device",
     "max_bad_fraction", "max_image_pixels", "batch_size",
+}  # fmt: skip
+# An evaluation may ask anything of an old adapter but another adapter.
+EVAL_FREE = FREE_ON_RESUME | {
+    "eval_jsonl", "max_eval_rows", "max_num_visual_tokens", "max_query_tokens", "dtype", "attn_implementation",
+    "best_metric", "seed",
 }  # fmt: skip
 # Written into the adapter: another value could not act on a resumed run.
 FIXED_BY_ADAPTER = {"model", "lora_r", "lora_alpha", "lora_dropout", "lora_vit"}
@@ -164,92 +168,60 @@ def build_parser() -> argparse.ArgumentParser:
 
 def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: set[str]) -> None:
     """Refuses flags that would be ignored or fail later."""
-    if args.overwrite and args.resume and not args.eval_only:
-        parser.error("--overwrite deletes the run that --resume continues; choose one")
-    if args.allow_changed_args and not args.resume:
-        parser.error("--allow-changed-args acts on --resume only")
-    if "num_cycles" in typed and args.scheduler != "cosine-restarts":
-        parser.error(f"--num-cycles acts on --scheduler cosine-restarts only, not on {args.scheduler}")
-    if args.num_hard_negatives == 0 and not args.eval_only:
-        for name in ("sample_negatives", "missing_negatives"):
-            if name in typed and getattr(args, name) not in (False, "mask"):
-                parser.error(f"--{name.replace('_', '-')} acts on hard negatives; give --num-hard-negatives")
-    if args.eval_steps == 0 and not args.eval_only:
-        for name in ("eval_jsonl", "best_metric", "max_eval_rows"):
-            if name in typed:
-                parser.error(f"--{name.replace('_', '-')} does nothing with --eval-steps 0")
-    if not 0.01 <= args.temperature <= 1:
-        parser.error(f"--temperature {args.temperature}: the learned temperature stays within 0.01 and 1, start there")
-    if args.lora_dropout == 1:
-        parser.error("--lora-dropout 1 leaves nothing to train")
-    if args.attn_implementation == "flash_attention_2" and (
-        args.device not in ("auto", "cuda") or args.dtype == "fp32"
-    ):
-        parser.error("--attn-implementation flash_attention_2 needs --device cuda and --dtype bf16")
-    if (
-        args.batch_size * int(os.environ.get("WORLD_SIZE", 1)) == 1
-        and not args.num_hard_negatives
-        and not args.eval_only
-    ):
-        parser.error("a global batch of one row without hard negatives has nothing to contrast; raise --batch-size")
+    training = not args.eval_only
+    flash = args.attn_implementation == "flash_attention_2"
+    alone = args.batch_size * int(os.environ.get("WORLD_SIZE", 1)) == 1
+    refusals = [
+        (
+            args.overwrite and args.resume and training,
+            "--overwrite deletes the run that --resume continues; choose one",
+        ),
+        (args.allow_changed_args and not args.resume, "--allow-changed-args acts on --resume only"),
+        (
+            "num_cycles" in typed and args.scheduler != "cosine-restarts",
+            f"--num-cycles acts on --scheduler cosine-restarts only, not on {args.scheduler}",
+        ),
+        (
+            not 0.01 <= args.temperature <= 1,
+            f"--temperature {args.temperature}: it stays within 0.01 and 1, so start there",
+        ),
+        (args.lora_dropout == 1, "--lora-dropout 1 leaves nothing to train"),
+        (
+            flash and (args.device not in ("auto", "cuda") or args.dtype == "fp32"),
+            "--attn-implementation flash_attention_2 needs --device cuda and --dtype bf16",
+        ),
+        (
+            training and alone and not args.num_hard_negatives,
+            "a global batch of one row without hard negatives has nothing to contrast; raise --batch-size",
+        ),
+    ]
+    without_negatives = training and args.num_hard_negatives == 0
+    for name in ("sample_negatives", "missing_negatives"):
+        acts = args.sample_negatives if name == "sample_negatives" else args.missing_negatives == "drop-row"
+        refusals.append((without_negatives and name in typed and acts, f"{flag(name)} needs --num-hard-negatives"))
+    for name in ("eval_jsonl", "best_metric", "max_eval_rows", "eval_batch_size"):
+        refusals.append(
+            (training and args.eval_steps == 0 and name in typed, f"{flag(name)} is idle with --eval-steps 0")
+        )
+    for refused, text in refusals:
+        if refused:
+            parser.error(text)
+
+
+def flag(name: str) -> str:
+    """Returns the flag of an argument's name."""
+    return "--" + name.replace("_", "-")
 
 
 # --------------------------------------------------------------------------------------------------------------- resume
-
-
-def take_from_checkpoint(args: argparse.Namespace, typed: set[str], folder: Path, state: dict[str, Any]) -> list[str]:
-    """Fills every flag that was not typed from the checkpoint; returns notes on what differs.
-
-    Raises:
-        ValueError: A typed flag alters the training and differs, and `--allow-changed-args` is off.
-    """
-    saved, changed = state["args"], []
-    for name, value in saved.items():
-        if name in OF_THIS_CALL or not hasattr(args, name):
-            continue
-        if name not in typed:
-            setattr(args, name, value)
-        elif name not in FREE_ON_RESUME and _absolute(name, getattr(args, name)) != value:
-            changed.append(f"--{name.replace('_', '-')} {getattr(args, name)} (checkpoint: {value})")
-            if name in FIXED_BY_ADAPTER:
-                raise ValueError(f"{changed[-1]} cannot change on a resumed run; start a new one")
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    global_batch = saved["batch_size"] * state["world_size"]
-    notes = []
-    if "batch_size" in typed and args.batch_size * size != global_batch:
-        changed.append(f"--batch-size {args.batch_size} x {size} ranks (checkpoint: global batch {global_batch})")
-    elif "batch_size" not in typed and size != state["world_size"]:
-        if global_batch % size:
-            raise ValueError(
-                f"{folder} was trained with a global batch of {global_batch} on {state['world_size']} ranks, which "
-                f"{size} ranks cannot share; give --batch-size and --allow-changed-args"
-            )
-        args.batch_size = global_batch // size
-    if size != state["world_size"] and not changed:
-        notes.append(
-            f"{state['world_size']} -> {size} ranks: --batch-size {args.batch_size} keeps the global batch of "
-            f"{global_batch}, the order of rows and the step count; dropout draws other masks"
-            + (
-                f", and gradients are {size / state['world_size']:g} times as large"
-                if args.grad_reduction == "sum"
-                else ""
-            )
-        )
-    if changed and not args.allow_changed_args:
-        raise ValueError(f"resuming {folder} with other flags: {'; '.join(changed)}; add --allow-changed-args to do so")
-    return notes + [f"changed on resume: {text}" for text in changed]
-
-
-def _absolute(name: str, value: Any) -> Any:
-    """Returns paths as a checkpoint stores them: absolute, so that resuming works from any folder."""
-    is_path = name in ("train_jsonl", "eval_jsonl") or (name == "model" and Path(str(value)).exists())
-    return os.path.abspath(value) if is_path else value
 
 
 def locate_checkpoint(args: argparse.Namespace) -> tuple[Path | None, dict[str, Any], list[str]]:
     """Returns the checkpoint of `--resume` (None = start anew), its state, and warnings."""
     from contrastors.checkpoint import find_latest, read_state
 
+    if not args.resume:
+        return None, {}, []
     if args.resume == "latest":
         folder, warnings = find_latest(args.output_dir)
         return (folder, read_state(folder), warnings) if folder else (None, {}, warnings)
@@ -316,6 +288,17 @@ class Run:
 # ------------------------------------------------------------------------------------------------------ model and data
 
 
+def silence_libraries() -> None:
+    """Turns off messages that tell our users nothing."""
+    import warnings
+
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # counts cores, not what waits on disks
+
+
 def load_model(args: argparse.Namespace, world: World) -> tuple[BiQwen3, BiQwen3Processor]:
     """Returns the frozen base model on its device, and its processor."""
     import torch
@@ -338,7 +321,7 @@ def load_model(args: argparse.Namespace, world: World) -> tuple[BiQwen3, BiQwen3
 
 
 def load_data(args: argparse.Namespace, world: World, log: RunLog, folder: Path) -> tuple[Any, Any]:
-    """Returns training and evaluation set (None where not asked for), the same on every rank, after a look at each image."""
+    """Returns training and evaluation set (None where not asked for), the same on every rank; looks at each image."""
     from contrastors.data import build_training_set, validate_images
     from contrastors.evaluation import build_eval_set
     from contrastors.records import check_bad_rows, read_pairs
@@ -452,7 +435,7 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         rows = [run.train_set.data.rows[r].line for r in run.train_set.order.rows(state.step)]
         raise ValueError(
-            f"step {state.step + 1}: loss {loss}, gradient norm {grad_norm}, so training stops before it is applied; rows "
+            f"step {state.step + 1}: loss {loss}, gradient norm {grad_norm}; training stops before it is applied; rows "
             f"on lines {', '.join(map(str, rows[:8]))}{' ...' if len(rows) > 8 else ''} of {args.train_jsonl}"
         )
     if args.max_grad_norm and grad_norm > args.max_grad_norm:
@@ -478,8 +461,8 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
 
 
 def evaluate_run(run: Run) -> bool:
-    """Evaluates on all ranks; logs, writes eval_step{N}.jsonl, and returns whether this is the best so far. Collective."""
-    from contrastors.evaluation import evaluate
+    """Evaluates, logs, writes eval_step{N}.jsonl; returns whether this is the best so far. Collective."""
+    from contrastors.evaluation import collapse_warnings, evaluate
     from contrastors.runlog import progress
 
     args, state = run.args, run.state
@@ -500,7 +483,8 @@ def evaluate_run(run: Run) -> bool:
     cells = " ".join(f"{name} {found[name]:.3f}" for name in METRICS)
     low, high = found["recall@1_low"], found["recall@1_high"]
     run.log.say(f"step {state.step} evaluation: {cells} (recall@1 95% [{low:.3f}, {high:.3f}])")
-    warn_of_collapse(run, found)
+    for warning in collapse_warnings(found):
+        run.log.say(f"warning: {warning}")
     if state.step == 0:
         state.base_metrics = found
     state.last_metrics = found
@@ -514,20 +498,9 @@ def evaluate_run(run: Run) -> bool:
     return True
 
 
-def warn_of_collapse(run: Run, found: dict[str, float]) -> None:
-    """Says when embeddings are not finite, or all alike."""
-    from contrastors.evaluation import COLLAPSED
-
-    if found["num_not_finite"]:
-        run.log.say(f"warning: {found['num_not_finite']} embeddings are not finite; they rank last")
-    if found["mean_document_similarity"] > COLLAPSED:
-        similarity = found["mean_document_similarity"]
-        run.log.say(f"warning: embeddings have collapsed, two documents have a mean cosine of {similarity:.4f}")
-
-
 def save_run(run: Run) -> None:
     """Saves a checkpoint, marks the best, deletes surplus ones. The main rank writes; the others wait. Collective."""
-    from contrastors.checkpoint import delete_old, mark_best, save_checkpoint
+    from contrastors.checkpoint import absolute_args, delete_old, mark_best, model_card, save_checkpoint
     from contrastors.distributed import barrier
     from contrastors.runlog import draw_curves, versions
 
@@ -540,58 +513,20 @@ def save_run(run: Run) -> None:
             "seed": args.seed,
             "world_size": run.world.size,
             "global_batch": args.batch_size * run.world.size,
-            "args": saved_args(args),
+            "args": absolute_args({k: v for k, v in vars(args).items() if k not in OF_THIS_CALL}),
             "versions": versions(),
             "processor": run.processor.describe(),
             "chunking": {"documents": args.grad_cache_chunk, "queries": args.query_chunk or "by tokens"},
         }
-        save_checkpoint(folder, run.model, run.logit_scale, run.optimizer, record, model_card(run))
+        tables = {"base": state.base_metrics, "last evaluation": state.last_metrics}
+        card = model_card(args, state.step, run.logit_scale.temperature, tables)
+        save_checkpoint(folder, run.model, run.logit_scale, run.optimizer, record, card)
         if state.best_step == state.step:
             mark_best(run.folder, state.step, args.best_metric, state.best_value)
         delete_old(run.folder, args.save_total_limit, state.best_step, state.run_id)
         draw_curves(run.folder / "metrics.jsonl", run.folder / "curves.png", CURVES)
         run.log.say(f"step {state.step} saved: {folder}")
     barrier()
-
-
-def saved_args(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the flags as checkpoints and args.json keep them."""
-    return {name: _absolute(name, value) for name, value in vars(args).items()}
-
-
-def model_card(run: Run) -> str:
-    """Returns the README of a checkpoint: how to load it, what it was trained with, what was measured."""
-    args, state = run.args, run.state
-    lines = [
-        "---",
-        "library_name: peft",
-        f"base_model: {args.model}",
-        "pipeline_tag: visual-document-retrieval",
-        "---",
-        "",
-        f"# LoRA adapter for {Path(args.model).name}, step {state.step}",
-        "",
-        "Queries and page screenshots become L2-normalised vectors of the last token; similarity is their dot product.",
-        "",
-        "```python",
-        "from peft import PeftModel",
-        "from transformers import AutoModel",
-        "",
-        f'model = PeftModel.from_pretrained(AutoModel.from_pretrained("{args.model}"), "THIS_FOLDER")',
-        "```",
-        "",
-        f"Trained with a global batch of {args.batch_size * run.world.size} rows, {args.num_hard_negatives} hard negatives a "
-        f"row, at most {args.max_num_visual_tokens} visual tokens an image; temperature now {run.logit_scale.temperature:.4f}.",
-        "",
-    ]
-    if state.last_metrics:
-        names = [name for name in METRICS if name in state.last_metrics]
-        lines += ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-        for title, found in (("base", state.base_metrics), ("last evaluation", state.last_metrics)):
-            if found:
-                lines.append(f"| {title} | " + " | ".join(f"{found[name]:.4f}" for name in names) + " |")
-        lines.append("")
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------- begin, loop
@@ -631,6 +566,8 @@ def begin_training(run: Run, train: Any, checkpoint: Path | None) -> None:
         restore(checkpoint, run.logit_scale, run.optimizer)
         for group, fresh in zip(run.optimizer.param_groups, groups, strict=True):
             group |= {"peak_lr": fresh["peak_lr"], "weight_decay": fresh["weight_decay"]}
+    if args.warmup_steps >= args.max_steps:
+        run.log.say(f"warning: --warmup-steps {args.warmup_steps} does not end within --max-steps {args.max_steps}")
     order = BatchOrder(len(train.rows), args.batch_size * run.world.size, args.seed)
     run.train_set = StepDataset(
         train, order, run.processor, args.num_hard_negatives, args.batch_size, run.world.rank, args.sample_negatives,
@@ -695,50 +632,19 @@ def step_line(step: int, max_steps: int, values: dict[str, float]) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- output
 
-RUN_FILES = ("metrics.jsonl", "best.json", "curves.png", "train.log", "args.json", "env.json", "summary.json")
-
-
-def check_output(args: argparse.Namespace, folder: Path) -> None:
-    """Refuses a folder that holds another run's results."""
-    from contrastors.checkpoint import list_checkpoints
-
-    if args.resume or args.overwrite:
-        return
-    held = list_checkpoints(folder) + [p for p in (folder / "metrics.jsonl",) if p.exists()]
-    if args.eval_only:
-        held = list(folder.glob("eval_step*.json"))
-    if held:
-        raise ValueError(
-            f"{folder} already holds a run ({held[0].name}); use --resume latest, --overwrite or another --output-dir"
-        )
-
-
-def clear_output(folder: Path) -> None:
-    """Removes what an older run of this script left in its folder; other files stay."""
-    from contrastors.checkpoint import STATE_FILE, list_checkpoints
-
-    for checkpoint in list_checkpoints(folder):
-        if (checkpoint / STATE_FILE).exists():
-            shutil.rmtree(checkpoint)
-    for path in [
-        *(folder / name for name in RUN_FILES),
-        *folder.glob("eval_step*.json*"),
-        *folder.glob("bad_*rows.jsonl"),
-    ]:
-        path.unlink(missing_ok=True)
-
 
 def prepare_output(run: Run, is_resumed: bool) -> None:
     """Makes the run folder ready: cleared, or cut back to the checkpoint's step. The main rank's work."""
-    from contrastors.checkpoint import remove_leftovers
+    from contrastors.checkpoint import absolute_args, remove_leftovers
     from contrastors.runlog import cut_metrics
 
     args, folder = run.args, run.folder
     remove_leftovers(folder)
     cut_metrics(folder / "metrics.jsonl", run.state.step if is_resumed else -1)
-    run.log.write_records(saved_args(args) | {"world_size": run.world.size}, str(run.world.device))
+    config = absolute_args(vars(args)) | {"world_size": run.world.size}
+    run.log.write_records(config, str(run.world.device))
     name = args.run_name or folder.resolve().name
-    run.log.start_tracker(args.report_to, name, saved_args(args), run.state.run_id)
+    run.log.start_tracker(args.report_to, name, config, run.state.run_id)
 
 
 def write_summary(run: Run) -> None:
@@ -762,62 +668,67 @@ def write_summary(run: Run) -> None:
         run.log.say(f"{state.num_truncated} queries were cut at --max-query-tokens {run.args.max_query_tokens}")
 
 
-def work(args: argparse.Namespace, typed: set[str]) -> int:
-    """Does what the command line asks for and returns the exit code."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of loader workers
-
+def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path | None]:
+    """Returns the run, its training set (None for `--eval-only`) and the checkpoint that it continues."""
     from contrastors import distributed
-    from contrastors.checkpoint import load_adapter
+    from contrastors.checkpoint import clear_results, find_results, load_scale, merge_args
     from contrastors.logit_scale import LogitScale
     from contrastors.runlog import RunLog
 
-    checkpoint, saved, notes = locate_checkpoint(args) if args.resume else (None, {}, [])
+    checkpoint, saved, notes = locate_checkpoint(args)
     if checkpoint is not None:
-        notes += take_from_checkpoint(args, typed, checkpoint, saved)
+        if "output_dir" not in typed:
+            args.output_dir = str(checkpoint.parent)
+        elif not args.eval_only and Path(args.output_dir).resolve() != checkpoint.parent.resolve():
+            raise ValueError(f"--resume continues in {checkpoint.parent}; leave --output-dir out")
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        notes += merge_args(args, typed, saved, EVAL_FREE if args.eval_only else FREE_ON_RESUME, FIXED_BY_ADAPTER, size)
         validate(build_parser(), args, typed)
     folder = Path(args.output_dir)
-    if checkpoint is not None and not args.eval_only:
-        folder = checkpoint.parent  # a run goes on where it is
     world = distributed.start(args.device)
-    if world.is_main:
-        check_output(args, folder)
-        if args.overwrite and not args.eval_only:
-            clear_output(folder)
+    if world.is_main and not args.resume and (held := find_results(folder, args.eval_only)):
+        if not args.overwrite:
+            raise ValueError(f"{held[0]} exists; use --resume latest, --overwrite or another --output-dir")
+        if not args.eval_only:
+            clear_results(folder)
     log = RunLog(folder, world.is_main)
     for note in notes:
         log.say(note)
     train_data, eval_set = load_data(args, world, log, folder)
     model, processor = load_model(args, world)
     logit_scale = LogitScale(args.temperature).to(world.device)
+    if checkpoint is not None:
+        load_scale(checkpoint, logit_scale)
     known = {name: saved[name] for name in TrainState.__dataclass_fields__ if name in saved}
     state = TrainState(**({"run_id": uuid.uuid4().hex} | known))
     run = Run(args, world, log, folder, processor, model, logit_scale, state, StopSignals(), eval_set)
+    return run, train_data, checkpoint
+
+
+def work(args: argparse.Namespace, typed: set[str]) -> int:
+    """Does what the command line asks for and returns the exit code."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of loader workers
+    silence_libraries()
+
+    from contrastors import distributed
+    from contrastors.checkpoint import load_adapter
+
+    run, train_data, checkpoint = start_run(args, typed)
     if args.eval_only:
         if checkpoint is not None:
-            load_adapter(model, checkpoint, trainable=False)
-            logit_scale.load_state_dict(_read_scale(checkpoint))
+            load_adapter(run.model, checkpoint, trainable=False)
         evaluate_run(run)
-        return 0
-    begin_training(run, train_data, checkpoint)
-    if world.is_main:
-        prepare_output(run, checkpoint is not None)
-    if args.warmup_steps >= args.max_steps:
-        log.say(f"warning: the warm-up of {args.warmup_steps} steps does not end within --max-steps {args.max_steps}")
-    train(run)
-    write_summary(run)
-    log.close()
+    else:
+        begin_training(run, train_data, checkpoint)
+        if run.world.is_main:
+            prepare_output(run, checkpoint is not None)
+        train(run)
+        write_summary(run)
+    run.log.close()
     distributed.stop()
-    if run.stop.received and state.step < args.max_steps:
+    if run.stop.received and run.state.step < args.max_steps:
         raise Stopped(run.stop.received)
     return 0
-
-
-def _read_scale(checkpoint: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    from contrastors.checkpoint import SCALE_FILE
-
-    return load_file(checkpoint / SCALE_FILE)
 
 
 def main(argv: list[str] | None = None) -> int:

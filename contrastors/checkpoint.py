@@ -6,7 +6,9 @@ and a model card. Random states and sampler need no saving: they are functions o
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import pickle
 import re
 import shutil
@@ -27,6 +29,11 @@ from contrastors.records import dump_json, sync_file, write_text
 ADAPTER_FILE, STATE_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "trainer_state.json", "optimizer.pt"
 SCALE_FILE, BEST_FILE = "logit_scale.safetensors", "best.json"
 FILES = (ADAPTER_FILE, "adapter_config.json", SCALE_FILE, OPTIMIZER_FILE, "README.md", STATE_FILE)
+RUN_FILES = (
+    "metrics.jsonl", BEST_FILE, "curves.png", "train.log", "args.json", "env.json", "summary.json", "eval_step*.json",
+    "eval_step*.jsonl", "bad_rows.jsonl", "bad_eval_rows.jsonl",
+)  # fmt: skip
+CARD_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "margin", "loss")
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -179,7 +186,7 @@ def restore(folder: Path, logit_scale: LogitScale, optimizer: torch.optim.Optimi
     Raises:
         BadCheckpoint: The optimizer was made for other parameters.
     """
-    logit_scale.load_state_dict(load_file(folder / SCALE_FILE))
+    load_scale(folder, logit_scale)
     try:
         optimizer.load_state_dict(_load_optimizer(folder))
     except (KeyError, ValueError, RuntimeError) as error:
@@ -221,3 +228,127 @@ def delete_old(run_folder: Path, keep: int, best_step: int | None, run_id: str) 
     for folder in deleted:
         shutil.rmtree(folder)
     return deleted
+
+
+def absolute_args(args: dict[str, Any]) -> dict[str, Any]:
+    """Returns flags as a checkpoint stores them: with absolute paths, so that a run resumes from any folder."""
+    stored = dict(args)
+    for name in ("train_jsonl", "eval_jsonl", "model"):
+        if name != "model" or os.path.isdir(args[name]):
+            stored[name] = os.path.abspath(args[name])
+    return stored
+
+
+def merge_args(
+    args: argparse.Namespace, typed: set[str], state: dict[str, Any], free: set[str], fixed: set[str], world_size: int
+) -> list[str]:
+    """Fills every flag that was not typed from a checkpoint; returns notes on what is no longer as it was.
+
+    With another number of ranks an untyped `--batch-size` follows, so that the global batch, and with it the order of
+    rows, stays.
+
+    Args:
+        args: Flags of this call; changed in place.
+        typed: Names of the flags that were typed.
+        state: trainer_state.json.
+        free: Flags that do not alter what is trained.
+        fixed: Flags that the adapter itself holds: another value could not act.
+        world_size: Ranks now.
+
+    Raises:
+        ValueError: A typed flag alters the training and differs, without `--allow-changed-args`; or the ranks cannot
+            share the global batch.
+    """
+    saved, now = state["args"], absolute_args(vars(args))
+    differing = [name for name in saved if name in typed - free and now[name] != saved[name]]
+    changed = [f"--{name.replace('_', '-')} {getattr(args, name)} (checkpoint: {saved[name]})" for name in differing]
+    for name, value in saved.items():
+        if name not in typed and hasattr(args, name):
+            setattr(args, name, value)
+    old_size, global_batch = state["world_size"], state["global_batch"]
+    if "batch_size" not in typed:
+        if global_batch % world_size:
+            raise ValueError(
+                f"the checkpoint has a global batch of {global_batch} on {old_size} ranks, which {world_size} ranks "
+                "cannot share; give --batch-size and --allow-changed-args"
+            )
+        args.batch_size = global_batch // world_size
+    elif args.batch_size * world_size != global_batch:
+        changed.append(f"--batch-size {args.batch_size} x {world_size} ranks (checkpoint: global batch {global_batch})")
+    if fixed.intersection(differing):
+        raise ValueError(f"{'; '.join(changed)}: the adapter of a resumed run cannot change; start a new run")
+    if changed and not args.allow_changed_args:
+        raise ValueError(
+            f"this checkpoint was trained with other flags: {'; '.join(changed)}; add --allow-changed-args"
+        )
+    notes = [f"changed on resume: {text}" for text in changed]
+    if world_size != old_size:
+        notes.append(f"{old_size} -> {world_size} ranks: --batch-size {args.batch_size}; dropout draws other masks")
+        if args.grad_reduction == "sum":
+            notes.append(f"with --grad-reduction sum gradients are {world_size / old_size:g} times as large as before")
+    return notes
+
+
+def find_results(run_folder: Path, eval_only: bool) -> list[Path]:
+    """Returns results in a folder that a new run, or a new `--eval-only`, would mix with its own."""
+    if eval_only:
+        return sorted(run_folder.glob("eval_step*.json"))
+    return list_checkpoints(run_folder) + [path for path in (run_folder / "metrics.jsonl",) if path.exists()]
+
+
+def clear_results(run_folder: Path) -> None:
+    """Removes what an older run of the training script left in its folder; other files stay."""
+    for folder in list_checkpoints(run_folder):
+        if (folder / STATE_FILE).exists():
+            shutil.rmtree(folder)
+    for pattern in RUN_FILES:
+        for path in run_folder.glob(pattern):
+            path.unlink()
+
+
+def load_scale(folder: Path, logit_scale: LogitScale) -> None:
+    """Loads the logit scale of a checkpoint."""
+    logit_scale.load_state_dict(load_file(folder / SCALE_FILE))
+
+
+def model_card(args: argparse.Namespace, step: int, temperature: float, tables: dict[str, dict[str, float]]) -> str:
+    """Returns the README of a checkpoint: how to load it, what it was trained with, what was measured.
+
+    Args:
+        args: Flags of the run.
+        step: Of the checkpoint.
+        temperature: Learned so far.
+        tables: Row title -> metrics; empty ones are left out.
+    """
+    name = Path(args.model).name
+    lines = [
+        "---",
+        "library_name: peft",
+        f"base_model: {args.model}",
+        "pipeline_tag: visual-document-retrieval",
+        "---",
+        "",
+        f"# LoRA adapter for {name}, step {step}",
+        "",
+        "Queries and page screenshots become L2-normalised vectors of the last token; similarity is their dot product.",
+        "",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModel",
+        "",
+        f'model = PeftModel.from_pretrained(AutoModel.from_pretrained("{args.model}"), "THIS_FOLDER")',
+        "```",
+        "",
+        f"Trained with {args.batch_size} rows of each rank in a step and {args.num_hard_negatives} hard negatives a row,",
+        f"at most {args.max_num_visual_tokens} visual tokens an image. Temperature now: {temperature:.4f}.",
+        "",
+    ]
+    rows = {title: found for title, found in tables.items() if found}
+    if rows:
+        names = [key for key in CARD_METRICS if all(key in found for found in rows.values())]
+        lines += ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+        lines += [
+            f"| {title} | " + " | ".join(f"{found[k]:.4f}" for k in names) + " |" for title, found in rows.items()
+        ]
+        lines.append("")
+    return "\n".join(lines)

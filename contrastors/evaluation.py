@@ -224,3 +224,14 @@ def evaluate(
         values = {name: float(column[place]) for name, column in per_query.items()}
         rows.append({"query": query, "positives": [data.documents.paths[p] for p in positives], **values})
     return EvalResult(metrics, rows)
+
+
+def collapse_warnings(metrics: dict[str, float]) -> list[str]:
+    """Returns a sentence for embeddings that are not finite, and one for embeddings that are all alike."""
+    warnings = []
+    if metrics["num_not_finite"]:
+        warnings.append(f"{metrics['num_not_finite']} embeddings are not finite; they rank last")
+    if metrics["mean_document_similarity"] > COLLAPSED:
+        found = metrics["mean_document_similarity"]
+        warnings.append(f"the embeddings have collapsed: two documents have a mean cosine of {found:.4f}")
+    return warnings
