@@ -69,7 +69,10 @@ class WandbTracker:
         import wandb
 
         options = {"project": PROJECT, "name": run_name, "id": run_id, "resume": "allow", "dir": str(folder)}
-        self.run = wandb.init(config=config, **options)
+        try:
+            self.run = wandb.init(config=config, **options)
+        except wandb.Error as error:
+            raise ValueError(f"--report-to wandb: {error}; or set WANDB_MODE=offline") from error
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.run.log(values, step=step)

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,9 @@ def check_images(
         max_image_pixels: Larger pictures are bad images.
         num_workers: Processes; 0 = in this one.
         on_progress: Called with 1 after each file.
+
+    Raises:
+        ValueError: The system killed a worker process.
     """
     tasks = [(path, max_image_pixels) for path in paths]
     facts = []
@@ -81,10 +85,15 @@ def check_images(
             on_progress(1)
         return facts
     # spawn: this process may hold a CUDA context or communication threads, which do not survive a fork
-    with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for fact in pool.map(_check, tasks, chunksize=16):
-            facts.append(fact)
-            on_progress(1)
+    try:
+        with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            for fact in pool.map(_check, tasks, chunksize=16):
+                facts.append(fact)
+                on_progress(1)
+    except BrokenProcessPool as error:
+        raise ValueError(
+            "a process that checks images was killed, most likely for memory; start with fewer --num-workers"
+        ) from error
     return facts
 
 

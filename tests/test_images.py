@@ -239,7 +239,9 @@ def test_content_counts_and_not_the_name_of_the_file(tmp_path):
         assert near(pixel(open_image(tmp_path / name)), RED, 4)
 
 
-@pytest.mark.parametrize("data", [b"%!PS-Adobe-3.0 EPSF-3.0\n", b"%PDF-1.7\n", b"<svg/>", b"hello", b"\0" * 4096])
+@pytest.mark.parametrize(
+    "data", [encode(Image.new("RGB", (8, 8)), "EPS"), b"%PDF-1.7\n", b"<svg/>", b"hello", b"\0" * 4096]
+)
 def test_what_is_no_picture_is_refused_with_the_same_words_every_time(data):
     reasons = set()
     for _ in range(3):

@@ -32,7 +32,7 @@ def cases(draw, largest: int, scores: st.SearchStrategy[float] = SCORE):
 
 
 def rank_by_hand(scores: np.ndarray, positives: list[int], order: tuple[int, ...]) -> dict[str, float]:
-    """Returns the textbook metrics of one ranking: by score, ties in the given order, NaN at the end and never found."""
+    """Returns the textbook metrics of one ranking: by score, ties in the given order, NaN last and never found."""
     ranking = sorted(order, key=lambda d: math.inf if math.isnan(scores[d]) else -scores[d])
     hits = [place for place, d in enumerate(ranking, 1) if d in positives and not math.isnan(scores[d])]
     ideal = sum(1 / math.log2(place + 1) for place in range(1, min(10, len(positives)) + 1))
