@@ -244,14 +244,21 @@ class TrainState:
     best_value: float | None = None
     base_metrics: dict[str, float] = field(default_factory=dict)
     last_metrics: dict[str, float] = field(default_factory=dict)
+    evaluated_step: int | None = None
     num_truncated: int = 0
 
 
 class StopSignals:
-    """Notes SIGINT and SIGTERM, so that the step in flight ends and is saved; a second one ends at once."""
+    """Notes SIGINT and SIGTERM, so that the step in flight ends and is saved; a second one ends at once.
+
+    Attributes:
+        received: Signal that reached this rank, 0 = none. Never act on it alone: other ranks may not know.
+        agreed: Signal that every rank has heard of in the same collective.
+    """
 
     def __init__(self) -> None:
         self.received = 0
+        self.agreed = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
@@ -444,8 +451,8 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
     run.logit_scale.clamp_()
     state.step += 1
     state.num_truncated += round(truncated * run.world.size)
-    if not run.stop.received and interrupt + terminate:
-        run.stop.received = signal.SIGINT if interrupt else signal.SIGTERM
+    if interrupt + terminate:
+        run.stop.agreed = signal.SIGINT if interrupt else signal.SIGTERM
     return {
         "train/loss": loss,
         "train/accuracy": accuracy,
@@ -471,7 +478,7 @@ def evaluate_run(run: Run) -> bool:
     with progress(total, "evaluating", run.world.is_main) as bar:
         result = evaluate(
             run.model, run.processor, run.eval_set, run.world, run.scale, args.eval_batch_size, args.num_workers,
-            args.max_image_pixels, lambda: bool(run.stop.received), bar.update,
+            args.max_image_pixels, lambda: run.stop.received, bar.update,
         )  # fmt: skip
     found = result.metrics
     if run.world.is_main:
@@ -485,9 +492,10 @@ def evaluate_run(run: Run) -> bool:
     run.log.say(f"step {state.step} evaluation: {cells} (recall@1 95% [{low:.3f}, {high:.3f}])")
     for warning in collapse_warnings(found):
         run.log.say(f"warning: {warning}")
-    if state.step == 0:
+    state.last_metrics, state.evaluated_step = found, state.step
+    if state.step == 0:  # the base model: no checkpoint, so never the best one
         state.base_metrics = found
-    state.last_metrics = found
+        return False
     value = found[args.best_metric]
     if not math.isfinite(value):
         return False
@@ -521,8 +529,8 @@ def save_run(run: Run) -> None:
         tables = {"base": state.base_metrics, "last evaluation": state.last_metrics}
         card = model_card(args, state.step, run.logit_scale.temperature, tables)
         save_checkpoint(folder, run.model, run.logit_scale, run.optimizer, record, card)
-        if state.best_step == state.step:
-            mark_best(run.folder, state.step, args.best_metric, state.best_value)
+        if state.best_step is not None:
+            mark_best(run.folder, state.best_step, args.best_metric, state.best_value)
         delete_old(run.folder, args.save_total_limit, state.best_step, state.run_id)
         draw_curves(run.folder / "metrics.jsonl", run.folder / "curves.png", CURVES)
         run.log.say(f"step {state.step} saved: {folder}")
@@ -583,22 +591,21 @@ def train(run: Run) -> None:
 
     args, state, log = run.args, run.state, run.log
     batches = load_batches(run.train_set, state.step, args.max_steps, args.num_workers, run.world.device)
-    saved_step, is_first = state.step, True
+    saved_step, first_step = state.step, state.step + 1
     with progress(args.max_steps, "training", run.world.is_main) as bar:
         bar.update(state.step)
         while True:
-            is_last = state.step == args.max_steps or bool(run.stop.received)
-            # once in a while: evaluate (all ranks); a resumed run has this step's numbers already
-            is_best = False
-            if run.eval_set is not None and not run.stop.received and (state.step != saved_step or state.step == 0):
-                if state.step % args.eval_steps == 0 or is_last:
-                    try:
-                        is_best = evaluate_run(run)
-                    except EvaluationStopped:
-                        is_last = True
+            is_last, is_best = state.step == args.max_steps or bool(run.stop.agreed), False
+            # once in a while: evaluate (all ranks)
+            due = run.eval_set is not None and (state.step % args.eval_steps == 0 or state.step == args.max_steps)
+            if due and state.evaluated_step != state.step and not run.stop.agreed:
+                try:
+                    is_best = evaluate_run(run)
+                except EvaluationStopped as stopped:
+                    run.stop.agreed, is_last = stopped.signal, True
             # once in a while: save (main rank)
-            save_due = is_best or is_last or (args.save_steps and state.step % args.save_steps == 0)
-            if save_due and state.step != saved_step:
+            due = is_last or (args.save_steps and state.step % args.save_steps == 0)
+            if (due and state.step != saved_step) or is_best:
                 save_run(run)
                 saved_step = state.step
             if is_last:
@@ -615,9 +622,8 @@ def train(run: Run) -> None:
             }
             log.metrics(state.step, values)
             bar.update(1)
-            if is_first or state.step % 10 == 0 or state.step == args.max_steps:
+            if state.step in (first_step, args.max_steps) or state.step % 10 == 0:
                 log.say(step_line(state.step, args.max_steps, values))
-            is_first = False
 
 
 def step_line(step: int, max_steps: int, values: dict[str, float]) -> str:
@@ -635,11 +641,14 @@ def step_line(step: int, max_steps: int, values: dict[str, float]) -> str:
 
 def prepare_output(run: Run, is_resumed: bool) -> None:
     """Makes the run folder ready: cleared, or cut back to the checkpoint's step. The main rank's work."""
-    from contrastors.checkpoint import absolute_args, remove_leftovers
+    from contrastors.checkpoint import absolute_args, clear_results, remove_leftovers
     from contrastors.runlog import cut_metrics
 
     args, folder = run.args, run.folder
+    if args.overwrite:
+        clear_results(folder)
     remove_leftovers(folder)
+    run.log.open()
     cut_metrics(folder / "metrics.jsonl", run.state.step if is_resumed else -1)
     config = absolute_args(vars(args)) | {"world_size": run.world.size}
     run.log.write_records(config, str(run.world.device))
@@ -671,7 +680,7 @@ def write_summary(run: Run) -> None:
 def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path | None]:
     """Returns the run, its training set (None for `--eval-only`) and the checkpoint that it continues."""
     from contrastors import distributed
-    from contrastors.checkpoint import clear_results, find_results, load_scale, merge_args
+    from contrastors.checkpoint import find_results, load_scale, merge_args
     from contrastors.logit_scale import LogitScale
     from contrastors.runlog import RunLog
 
@@ -686,11 +695,9 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
         validate(build_parser(), args, typed)
     folder = Path(args.output_dir)
     world = distributed.start(args.device)
-    if world.is_main and not args.resume and (held := find_results(folder, args.eval_only)):
-        if not args.overwrite:
+    if world.is_main and not args.overwrite and (args.eval_only or not args.resume):
+        if held := find_results(folder, args.eval_only):
             raise ValueError(f"{held[0]} exists; use --resume latest, --overwrite or another --output-dir")
-        if not args.eval_only:
-            clear_results(folder)
     log = RunLog(folder, world.is_main)
     for note in notes:
         log.say(note)
@@ -712,12 +719,17 @@ def work(args: argparse.Namespace, typed: set[str]) -> int:
 
     from contrastors import distributed
     from contrastors.checkpoint import load_adapter
+    from contrastors.evaluation import EvaluationStopped
 
     run, train_data, checkpoint = start_run(args, typed)
     if args.eval_only:
         if checkpoint is not None:
             load_adapter(run.model, checkpoint, trainable=False)
-        evaluate_run(run)
+        run.log.open()
+        try:
+            evaluate_run(run)
+        except EvaluationStopped as stopped:
+            run.stop.agreed = stopped.signal
     else:
         begin_training(run, train_data, checkpoint)
         if run.world.is_main:
@@ -726,8 +738,8 @@ def work(args: argparse.Namespace, typed: set[str]) -> int:
         write_summary(run)
     run.log.close()
     distributed.stop()
-    if run.stop.received and run.state.step < args.max_steps:
-        raise Stopped(run.stop.received)
+    if run.stop.agreed:
+        raise Stopped(run.stop.agreed)
     return 0
 
 

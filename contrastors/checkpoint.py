@@ -31,7 +31,7 @@ SCALE_FILE, BEST_FILE = "logit_scale.safetensors", "best.json"
 FILES = (ADAPTER_FILE, "adapter_config.json", SCALE_FILE, OPTIMIZER_FILE, "README.md", STATE_FILE)
 RUN_FILES = (
     "metrics.jsonl", BEST_FILE, "curves.png", "train.log", "args.json", "env.json", "summary.json", "eval_step*.json",
-    "eval_step*.jsonl", "bad_rows.jsonl", "bad_eval_rows.jsonl",
+    "eval_step*.jsonl",
 )  # fmt: skip
 CARD_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "margin", "loss")
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -339,7 +339,7 @@ def model_card(args: argparse.Namespace, step: int, temperature: float, tables: 
         f'model = PeftModel.from_pretrained(AutoModel.from_pretrained("{args.model}"), "THIS_FOLDER")',
         "```",
         "",
-        f"Trained with {args.batch_size} rows of each rank in a step and {args.num_hard_negatives} hard negatives a row,",
+        f"Trained with {args.batch_size} rows of each rank in a step, {args.num_hard_negatives} hard negatives a row and",
         f"at most {args.max_num_visual_tokens} visual tokens an image. Temperature now: {temperature:.4f}.",
         "",
     ]

@@ -69,7 +69,15 @@ class EvalResult:
 
 
 class EvaluationStopped(Exception):
-    """A signal arrived while embedding, on any rank."""
+    """A signal arrived while embedding, on any rank; all ranks know of it.
+
+    Attributes:
+        signal: Its number.
+    """
+
+    def __init__(self, signal: int):
+        super().__init__(f"stopped by signal {signal}")
+        self.signal = signal
 
 
 @torch.no_grad()
@@ -79,7 +87,7 @@ def embed(
     world: World,
     batch_size: int,
     num_workers: int,
-    should_stop: Callable[[], bool] = lambda: False,
+    stop_signal: Callable[[], int] = lambda: 0,
     on_progress: Callable[[int], None] = lambda n: None,
 ) -> torch.Tensor:
     """Returns the (n, D) fp32 embeddings of all items, on the CPU of every rank; each rank embeds its share.
@@ -92,11 +100,11 @@ def embed(
         world: Ranks.
         batch_size: Items of one forward.
         num_workers: Loader processes of this rank.
-        should_stop: Asked before each batch.
+        stop_signal: Asked before each batch; a signal's number ends the work.
         on_progress: Called with the number of items after each batch.
 
     Raises:
-        EvaluationStopped: On every rank, if `should_stop` became true on one of them.
+        EvaluationStopped: On every rank, if one of them received a signal.
     """
     assert not model.training, "embed() needs model.eval()"
     places = range(world.rank, len(dataset), world.size)
@@ -104,8 +112,8 @@ def embed(
     rows = torch.zeros(len(places), model.embedding_size + 1, device=world.device)
     done = 0
     for inputs in load_items(dataset, places, batch_size, num_workers, world.device):
-        if should_stop():
-            rows[:, -1] = 1
+        if number := stop_signal():
+            rows[:, -1] = number
             break
         (chunk,) = inputs.to(world.device).chunks(len(inputs))
         rows[done : done + len(inputs), :-1] = model(**chunk).float()
@@ -113,7 +121,7 @@ def embed(
         on_progress(len(inputs))
     gathered = gather_rows(rows, len(dataset)).cpu()
     if gathered[:, -1].any():
-        raise EvaluationStopped
+        raise EvaluationStopped(int(gathered[:, -1].max()))
     return gathered[:, :-1].contiguous()
 
 
@@ -187,7 +195,7 @@ def evaluate(
     batch_size: int,
     num_workers: int,
     max_image_pixels: int,
-    should_stop: Callable[[], bool] = lambda: False,
+    stop_signal: Callable[[], int] = lambda: 0,
     on_progress: Callable[[int], None] = lambda n: None,
 ) -> EvalResult:
     """Returns the metrics of a model on an evaluation set, equal on every rank. Dropout is off; training mode is kept.
@@ -203,11 +211,11 @@ def evaluate(
         batch_size: Items of one forward.
         num_workers: Loader processes of each rank.
         max_image_pixels: Of the image opener.
-        should_stop: Asked between batches.
+        stop_signal: Asked between batches; a signal's number ends the work.
         on_progress: Called with the number of items after each batch.
 
     Raises:
-        EvaluationStopped: `should_stop` became true on one of the ranks.
+        EvaluationStopped: On every rank, if one of them received a signal.
     """
     was_training = model.training
     model.eval()
@@ -215,7 +223,7 @@ def evaluate(
         vectors = []
         for kind, sources in (("query", data.queries), ("document", data.documents.paths)):
             dataset = ItemDataset(processor, kind, sources, max_image_pixels)
-            vectors.append(embed(model, dataset, world, batch_size, num_workers, should_stop, on_progress))
+            vectors.append(embed(model, dataset, world, batch_size, num_workers, stop_signal, on_progress))
     finally:
         model.train(was_training)
     metrics, per_query = score_embeddings(vectors[0], vectors[1], data.positives, scale)

@@ -265,7 +265,7 @@ def check_bad_rows(source: str | Path, bad: list[BadRow], num_rows: int, max_fra
 
     Args:
         source: The JSONL they come from.
-        bad: Skipped rows; none = no report.
+        bad: Skipped rows; none = no report, and an older one is removed.
         num_rows: Rows of the file.
         max_fraction: `--max-bad-fraction`.
         report: bad_rows.jsonl.
@@ -274,6 +274,7 @@ def check_bad_rows(source: str | Path, bad: list[BadRow], num_rows: int, max_fra
         ValueError: More than the allowed share of rows is bad, or all of them are.
     """
     if not bad:
+        report.unlink(missing_ok=True)  # an older run's
         return
     write_jsonl(report, ({"line": row.line, "path": row.path, "reason": row.reason} for row in bad))
     if len(bad) > max_fraction * num_rows or len(bad) == num_rows:

@@ -101,22 +101,35 @@ TRACKERS = {"tensorboard": TensorboardTracker, "wandb": WandbTracker, "trackio":
 
 
 class RunLog:
-    """What one run says and writes; on other ranks than the main one every method does nothing."""
+    """What one run says and writes; on other ranks than the main one every method does nothing.
+
+    Nothing is written before `open`, so that a run which cannot start leaves the folder as it was.
+    """
 
     def __init__(self, folder: str | Path, is_main: bool):
         self.folder = Path(folder)
         self.is_main = is_main
         self.tracker = None
         self.file = None
-        if is_main:
+        self._waiting: list[str] = []
+
+    def open(self) -> None:
+        """Opens train.log and writes what was said so far."""
+        if self.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = open(self.folder / "train.log", "a", encoding="utf-8")
+            self.file.write("".join(self._waiting))
+            self.file.flush()
 
     def say(self, text: str) -> None:
         """Prints a line, also into train.log."""
-        if self.is_main:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+        if not self.is_main:
+            return
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+        if self.file is None:
+            self._waiting.append(text + "\n")
+        else:
             self.file.write(text + "\n")
             self.file.flush()
 

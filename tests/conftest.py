@@ -26,8 +26,7 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-@pytest.fixture
-def colour_set(tmp_path: Path) -> Path:
+def make_colour_set(tmp_path: Path) -> Path:
     """F1 of the cases: 12 PNGs of one colour with its name, and rows.jsonl with two negatives each."""
     from PIL import Image, ImageDraw
 
@@ -40,6 +39,11 @@ def colour_set(tmp_path: Path) -> Path:
         rows.append({"query": names[number], "chunk_path": f"c{number:02d}.png", "neg_chunk_paths": negatives})
     write_rows(tmp_path / "rows.jsonl", rows)
     return tmp_path
+
+
+@pytest.fixture
+def colour_set(tmp_path: Path) -> Path:
+    return make_colour_set(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ NAN = float("nan")
 
 def log_steps(folder: Path, steps: range, name: str = "train/loss") -> Path:
     log = RunLog(folder, is_main=True)
+    log.open()
     for step in steps:
         log.metrics(step, {name: 1 / (step + 1)})
     log.close()
@@ -31,6 +32,7 @@ def log_steps(folder: Path, steps: range, name: str = "train/loss") -> Path:
 
 def test_metrics_are_strict_json_whatever_the_numbers(tmp_path):
     log = RunLog(tmp_path, is_main=True)
+    log.open()
     log.metrics(1, {"a": NAN, "b": np.float32(0.5), "c": torch.tensor(0.25), "d": float("inf"), "e": None, "f": 3})
     log.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -41,6 +43,7 @@ def test_metrics_are_strict_json_whatever_the_numbers(tmp_path):
 
 def test_lines_are_on_disk_before_the_run_ends(tmp_path):
     log = RunLog(tmp_path, is_main=True)
+    log.open()
     log.metrics(1, {"a": 1.0})
     log.say("step 1 é")
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1.0}]
@@ -93,6 +96,7 @@ def test_curves_show_every_metric_that_has_points(tmp_path):
 def test_a_metric_without_a_point_has_no_panel(tmp_path):
     pytest.importorskip("matplotlib")
     log = RunLog(tmp_path, is_main=True)
+    log.open()
     log.metrics(1, {"train/loss": 1.0, "eval/mrr": NAN})
     log.close()
     sizes = []
@@ -114,6 +118,7 @@ def test_without_matplotlib_there_are_no_curves_and_no_error(tmp_path, monkeypat
 
 def test_arguments_and_environment_are_strict_json(tmp_path):
     log = RunLog(tmp_path, is_main=True)
+    log.open()
     log.write_records({"lr": 2e-5, "query": "é\u2028", "limit": NAN}, device="cpu")
     log.close()
     args, env = (json.loads((tmp_path / f"{n}.json").read_bytes(), parse_constant=pytest.fail) for n in ("args", "env"))
@@ -125,6 +130,7 @@ def test_arguments_and_environment_are_strict_json(tmp_path):
 def test_only_the_main_rank_prints_and_writes(tmp_path, capsys):
     for is_main in (False, True):
         log = RunLog(tmp_path / str(is_main), is_main)
+        log.open()
         log.say("hello")
         log.metrics(1, {"a": 1.0})
         log.write_records({}, "cpu")
@@ -138,6 +144,7 @@ def test_only_the_main_rank_prints_and_writes(tmp_path, capsys):
 def test_train_log_goes_on_after_a_resume(tmp_path):
     for text in ("first", "second"):
         log = RunLog(tmp_path, is_main=True)
+        log.open()
         log.say(text)
         log.close()
     assert (tmp_path / "train.log").read_text() == "first\nsecond\n"
@@ -155,6 +162,7 @@ def test_no_bar_where_there_is_no_terminal(capsys):
 def test_tensorboard_mirrors_the_metrics(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     log = RunLog(tmp_path, is_main=True)
+    log.open()
     log.start_tracker("tensorboard", "run", {"lr": 1e-3}, "id")
     for step in range(3):
         log.metrics(step, {"train/loss": 0.5 * step, "eval/mrr": NAN, "eval/none": None})
@@ -172,6 +180,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(tmp_path, monke
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, module, None)
     log = RunLog(tmp_path, is_main=True)
+    log.open()
     with pytest.raises(ValueError, match=rf"--report-to {name} needs its package: pip install '.\[tracking\]'"):
         log.start_tracker(name, "run", {}, "id")
     log.close()
@@ -181,6 +190,7 @@ RUN = """
 import sys
 from contrastors.runlog import RunLog
 log = RunLog(sys.argv[2], is_main=True)
+log.open()
 try:
     log.start_tracker(sys.argv[1], "run", {"lr": 0.001}, "abc123")
 except ValueError as error:

@@ -1,0 +1,106 @@
+"""Ways to run the training script in tests, and to read what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "train_contrastors.py"
+
+
+def arguments(checkpoint: Path, data: Path, output: Path, **flags: object) -> list[str]:
+    """A quick run on 12 coloured tiles; a flag set to None is left out, True and False become --flag and --no-flag."""
+    defaults: dict[str, object] = {
+        "model": checkpoint, "train_jsonl": data / "rows.jsonl", "eval_jsonl": data / "rows.jsonl",
+        "output_dir": output,
+        "max_steps": 4, "batch_size": 4, "grad_cache_chunk": 2, "warmup_steps": 1, "lr": 1e-2, "num_workers": 0,
+        "eval_steps": 2, "save_steps": 2, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "device": "cpu",
+        "max_num_visual_tokens": 16,
+    }  # fmt: skip
+    if flags.get("eval_steps") == 0:
+        defaults["eval_jsonl"] = None
+    argv: list[str] = []
+    for name, value in (defaults | flags).items():
+        text = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(text if value else text.replace("--", "--no-", 1))
+        elif value is not None:
+            argv += [text, str(value)]
+    return argv
+
+
+def train(argv: list[str]) -> int:
+    """Runs the script in this process and returns its exit code."""
+    from train_contrastors import main
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return main(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""} | more
+
+
+def start(argv: list[str], num_processes: int = 1, torchrun: list[str] | None = None) -> subprocess.Popen:
+    """Starts the script in its own process group, under torchrun where there are several processes."""
+    command = [sys.executable, str(SCRIPT), *argv]
+    if num_processes > 1 or torchrun:
+        options = torchrun or ["--standalone"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_processes}", *options]
+        command = [*launcher, *command[1:]]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
+
+
+def finish(process: subprocess.Popen, timeout: int = 200) -> tuple[int, str]:
+    """Waits, and returns exit code and everything printed; kills the whole group when it takes too long."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"hung: {out[-2000:]}{err[-2000:]}") from None
+    return process.returncode, out + err
+
+
+def run(argv: list[str], num_processes: int = 1) -> tuple[int, str]:
+    return finish(start(argv, num_processes))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    # cloned: load_file maps the file into memory, and some tests damage the file afterwards
+    return {key: value.clone() for key, value in load_file(folder / "adapter_model.safetensors").items()}
+
+
+def metrics(folder: Path) -> list[dict]:
+    """Lines of metrics.jsonl without times, which no two runs share."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["train/loss"] for row in metrics(folder) if "train/loss" in row]
+
+
+def same_weights(first: Path, second: Path) -> bool:
+    a, b = weights(first), weights(second)
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def largest_difference(first: Path, second: Path) -> float:
+    a, b = weights(first), weights(second)
+    return max(float((a[key] - b[key]).abs().max()) for key in a)
