@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -108,11 +109,28 @@ def test_killed_upload_continues_with_what_is_missing(hub: Hub, folder: Path):
     assert hub.repos["team/set"]["branches"]["main"] == contents(folder)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_ends_an_upload_that_is_waiting_for_the_hub(hub: Hub, folder: Path, number: int, code: int):
+    hub.faults = {("PUT", "storage"): ["hold", "hold"]}
+    process = start(hub, folder)
+    try:
+        while hub.count("PUT", "storage") < 2:
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert process.wait(timeout=30) == code
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_second_upload_sends_and_commits_nothing(hub: Hub, folder: Path):
     assert upload(hub, folder)[0] == 0
+    hub.repos["tester/pages"]["branches"]["main"]["shards/images-00009.tar"] = b"of an older upload"
     before = hub.count("PUT", "storage"), hub.count("POST", "commit")
-    code, _, err = upload(hub, folder)
+    code, out, err = upload(hub, folder)
     assert code == 0, err
+    assert "the repository holds 1 other files, first shards/images-00009.tar" in out
     assert (hub.count("PUT", "storage"), hub.count("POST", "commit")) == before
 
 
