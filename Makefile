@@ -1,0 +1,32 @@
+# make demo   the whole pipeline on a tiny model and rendered tiles
+# make test   the tests, on the CPU
+# VENV=DIR    an environment to use or create (default .venv)
+
+VENV ?= .venv
+PYTHON ?= python3
+DEMO ?= demo
+SEED ?= 0
+JOBS ?= 2
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+$(BIN)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch torchvision
+	$(BIN)/python -m pip install --quiet --editable ".[test,plots]"
+	touch $@
+
+demo: $(BIN)/.installed
+	VENV=$(VENV) DEMO=$(DEMO) SEED=$(SEED) bash recipes/demo.sh
+
+# One thread a process: two processes share two cores, and gloo ranks must not fight over them.
+test: $(BIN)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests
+
+lint: $(BIN)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf demo build *.egg-info .pytest_cache .ruff_cache .hypothesis
