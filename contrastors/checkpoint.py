@@ -339,7 +339,7 @@ def model_card(args: argparse.Namespace, step: int, temperature: float, tables: 
         f'model = PeftModel.from_pretrained(AutoModel.from_pretrained("{args.model}"), "THIS_FOLDER")',
         "```",
         "",
-        f"Trained with {args.batch_size} rows of each rank in a step, {args.num_hard_negatives} hard negatives a row and",
+        f"Trained with {args.batch_size} rows of each rank a step, {args.num_hard_negatives} hard negatives a row and",
         f"at most {args.max_num_visual_tokens} visual tokens an image. Temperature now: {temperature:.4f}.",
         "",
     ]

@@ -93,7 +93,7 @@ def _named(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].split(". ")[0]
         raise LostRank(
             f"rank {rank()} lost the others in {what}: look for the first failing rank ({reason})"
         ) from error

@@ -93,7 +93,8 @@ def test_a_killed_rank_ends_all_within_a_minute(args, colour_set):
     ranks = workers_of(process)
     ranks[1].kill()
     code, text = finish(process, 60)
-    assert code == 1 and "Traceback (most recent call last):\n  File" not in text.split("ChildFailedError")[0], text
+    assert code == 1 and 'train_contrastors.py", line' not in text, text  # torchrun shows a traceback of its own
+    assert text.count("error: ") == 1 and "rank 0 lost the others" in text, text
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
 
 
@@ -125,7 +126,7 @@ def test_two_agents_equal_one_agent_with_two_processes(args, colour_set):
 
 
 def test_thirteen_rows_a_damaged_image_and_a_rank_without_negatives_train_on(args, colour_set):
-    """O08, O09: 13 rows, batch 4 on 2 ranks: one step an epoch, the rest is dropped; both ranks end with one adapter."""
+    """O08, O09: 13 rows, batch 4 on 2 ranks: one step an epoch, the rest is dropped."""
     rows = [json.loads(line) for line in (colour_set / "rows.jsonl").read_text().splitlines()]
     rows.append({"query": "damaged", "chunk_path": "damaged.png"})
     for row in rows[::2]:
