@@ -359,7 +359,10 @@ def load_data(args: argparse.Namespace, world: World, log: RunLog, folder: Path)
         report_training_set(args, train, log)
     if args.eval_steps or args.eval_only:
         evaluation = load(args.eval_jsonl, args.max_eval_rows, True, build_eval_set, "bad_eval_rows.jsonl")
-        log.say(f"evaluation: {len(evaluation.queries)} queries, corpus of {len(evaluation.documents)} documents")
+        missing = f", {evaluation.num_bad_negatives} negatives unreadable" if evaluation.num_bad_negatives else ""
+        log.say(
+            f"evaluation: {len(evaluation.queries)} queries, corpus of {len(evaluation.documents)} documents{missing}"
+        )
     return train, evaluation
 
 

@@ -6,8 +6,10 @@ Exit codes: 0 done, 1 failed, 2 usage, 130 and 143 stopped by SIGINT and SIGTERM
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -111,5 +113,10 @@ def run_script(work: Callable[[], int]) -> int:
     try:
         return work()
     except (ValueError, OSError) as error:
+        if os.environ.get("RANK", "0") != "0":
+            # Ranks often fail together, or one after another: torchrun ends this one within these seconds, so that the
+            # first rank's sentence is the only one. Where this rank alone failed, it speaks.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(2)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

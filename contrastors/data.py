@@ -296,7 +296,8 @@ class StepDataset(Dataset):
         row = self.data.rows[row_number]
         negatives = row.negatives
         if self.sample_negatives and len(negatives) > self.num_hard_negatives:
-            generator = np.random.default_rng([self.order.seed, self.order.epoch(step), row_number])
+            # + 1: numpy takes [seed, epoch, 0] for the [seed, epoch] of the order of rows
+            generator = np.random.default_rng([self.order.seed, self.order.epoch(step), row_number + 1])
             negatives = generator.permutation(negatives)
         slots = np.full(1 + self.num_hard_negatives, NO_DOCUMENT, dtype=np.int64)
         slots[0] = row.positive
@@ -358,6 +359,11 @@ class ItemDataset(Dataset):
         except BadImage as error:
             return BatchFailure(f"{source} can no longer be read ({error}); it was good when the run began")
 
+    def collate(self, items: list[Item | BatchFailure]) -> Inputs | BatchFailure:
+        """Returns the items of one batch, or the first failure; a method, since spawned workers need to pickle it."""
+        failures = [item for item in items if isinstance(item, BatchFailure)]
+        return failures[0] if failures else Inputs.from_items(items, self.processor.pad_id)
+
 
 def load_items(
     dataset: ItemDataset, places: Sequence[int], batch_size: int, num_workers: int, device: torch.device
@@ -367,17 +373,12 @@ def load_items(
     Raises:
         ValueError: An item could not be read.
     """
-
-    def collate(items: list[Item | BatchFailure]) -> Inputs | BatchFailure:
-        failures = [item for item in items if isinstance(item, BatchFailure)]
-        return failures[0] if failures else Inputs.from_items(items, dataset.processor.pad_id)
-
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
         sampler=places,
         num_workers=min(num_workers, -(-len(places) // batch_size)),
-        collate_fn=collate,
+        collate_fn=dataset.collate,
         pin_memory=device.type == "cuda",
     )
     for inputs in loader:

@@ -31,18 +31,21 @@ class EvalSet:
         positives: Document numbers of each query, sorted.
         documents: The corpus: positives and listed negatives.
         bad_rows: Skipped, since the positive cannot be used.
+        num_bad_negatives: Listed negatives that cannot be read, so that the corpus lacks them.
     """
 
     queries: list[str]
     positives: list[list[int]]
     documents: DocumentTable
     bad_rows: list[BadRow]
+    num_bad_negatives: int = 0
 
 
 def build_eval_set(pairs: Sequence[Pair], facts: dict[str, ImageFact]) -> EvalSet:
     """Returns the queries and the corpus of an evaluation file."""
     table = DocumentTable(facts)
     bad_rows: list[BadRow] = []
+    num_bad = 0
     positives: dict[str, set[int]] = {}
     for pair in pairs:
         number = table.number(pair.positive)
@@ -50,9 +53,8 @@ def build_eval_set(pairs: Sequence[Pair], facts: dict[str, ImageFact]) -> EvalSe
             bad_rows.append(BadRow(pair.line, pair.positive, table.reason(pair.positive)))
         else:
             positives.setdefault(pair.query, set()).add(number)
-        for path in pair.negatives:
-            table.number(path)
-    return EvalSet(list(positives), [sorted(numbers) for numbers in positives.values()], table, bad_rows)
+        num_bad += sum(table.number(path) == NO_DOCUMENT for path in pair.negatives)
+    return EvalSet(list(positives), [sorted(numbers) for numbers in positives.values()], table, bad_rows, num_bad)
 
 
 @dataclass(slots=True)

@@ -150,14 +150,11 @@ class BiQwen3Processor:
                 f"--max-query-tokens {max_query_tokens}: the prompt around a query takes "
                 f"{max_query_tokens - room} tokens, so at least {max_query_tokens - room + 1} are needed"
             )
-        probe = "two words"
-        whole = self.tokenizer(rendered.replace(_PLACEHOLDER, probe))["input_ids"]
-        if (
-            room >= 2
-            and self.encode_query(probe).token_ids[: len(whole)] != whole
-            and not self.encode_query(probe).truncated
-        ):
-            raise ValueError("this checkpoint's tokenizer does not encode a prompt in parts as it does whole")
+        probe = "\n two Words "
+        encoded, whole = self.encode_query(probe), self.tokenizer(rendered.replace(_PLACEHOLDER, probe))["input_ids"]
+        direct = render(QUERY_INSTRUCTION, {"type": "text", "text": probe})
+        if not encoded.truncated and (encoded.token_ids != whole or direct != rendered.replace(_PLACEHOLDER, probe)):
+            raise ValueError("this checkpoint's tokenizer or chat template does not keep a text as it is")
 
     @classmethod
     def from_pretrained(

