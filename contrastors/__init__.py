@@ -1,6 +1,8 @@
 """The library behind the scripts: flat modules, imports point down the floors.
 
 floor 0, no torch    records, images, validation, metrics, runlog, cli
+                     the judge: vlm, vlm_messages, verdicts, candidates, reviews
+                     publishing: shards, datacard, splits, sources
 floor 1, torch       rand_state, distributed, logit_scale, pixels
 floor 2              loss, biqwen3, processing
 floor 3              data, evaluation, checkpoint, demo
