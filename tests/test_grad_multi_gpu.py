@@ -230,7 +230,11 @@ def local_gradients(encoder, model, scale, batch, world):
 # ---------------------------------------------------------------------------------------------------------- pytest half
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+# One xdist worker a world size, or each worker would start the ranks anew.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(size, marks=pytest.mark.xdist_group(f"ranks{size}")) for size in (2, 4)],
+)
 def ranks(request, tiny_model, tmp_path_factory):
     work = tmp_path_factory.mktemp(f"ranks{request.param}")
     command = [
