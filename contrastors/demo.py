@@ -3,7 +3,7 @@
     python -m contrastors.demo --output DIR [--seed S]
 
 writes DIR/model (config, weights, tokenizer, processor; nothing is downloaded) and DIR/data (train.jsonl, eval.jsonl,
-eval_hard.jsonl, corpus.jsonl, tiles/).
+eval_hard.jsonl, corpus.jsonl, tiles/, and facts.jsonl: what each tile shows, for the demo judge).
 
 A tile has a topic (header, footer and side bar colours: 168 "sites", easy to tell apart) and a detail (a dot of one of
 5 colours in one of 4 places: 20 siblings a topic, hard to tell apart), with jitter and a page number as noise.
@@ -22,6 +22,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from contrastors.demo_judge import hash_pixels
 from contrastors.records import atomic_output, write_jsonl
 
 TILE = 128
@@ -111,9 +112,13 @@ def make_data(folder: Path, seed: int = 0) -> dict[str, int]:
     noise = random.Random(seed)
     (folder / "tiles").mkdir(parents=True, exist_ok=True)
 
+    known = []
+
     def render(name: str, facts: Facts) -> str:
-        draw_tile(facts, noise).save(folder / "tiles" / f"{name}.png")
-        return f"tiles/{name}.png"
+        tile, path = draw_tile(facts, noise), f"tiles/{name}.png"
+        tile.save(folder / path)
+        known.append({"chunk_path": path, "query": facts.query, "pixels": hash_pixels(tile)})
+        return path
 
     train, corpus, twins, rest = [], [], [], {}
     topics = list(itertools.product(HEADERS, FOOTERS, BARS))
@@ -136,6 +141,7 @@ def make_data(folder: Path, seed: int = 0) -> dict[str, int]:
             row = {"query": facts.query, "chunk_path": render(name, facts), "article_id": number}
             (evaluation if place == 0 else hard).append(row)
     noise.shuffle(train)
+    write_jsonl(folder / "facts.jsonl", known)
     files = {"train": train, "eval": evaluation, "eval_hard": hard, "corpus": corpus + twins}
     return {name: write_jsonl(folder / f"{name}.jsonl", rows) for name, rows in files.items()}
 

@@ -4,6 +4,8 @@
 set -euo pipefail
 python="$VENV/bin/python"
 started=$SECONDS
+# Two threads that wait for each other by spinning lose a factor of ten where another process wants a core.
+export OMP_WAIT_POLICY=passive
 
 "$python" -m contrastors.demo --output "$DEMO" --seed "$SEED" --overwrite
 "$python" train_contrastors.py \
