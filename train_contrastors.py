@@ -224,6 +224,8 @@ def locate_checkpoint(args: argparse.Namespace) -> tuple[Path | None, dict[str, 
         return None, {}, []
     if args.resume == "latest":
         folder, warnings = find_latest(args.output_dir)
+        if folder is None and args.eval_only:
+            raise ValueError(f"--resume latest: {args.output_dir} holds no whole checkpoint to evaluate")
         return (folder, read_state(folder), warnings) if folder else (None, {}, warnings)
     folder = Path(args.resume)
     if not folder.is_dir():
@@ -487,9 +489,9 @@ def evaluate_run(run: Run) -> bool:
     if run.world.is_main:
         write_jsonl(run.folder / f"eval_step{state.step}.jsonl", result.per_query)
         write_text(run.folder / f"eval_step{state.step}.json", dump_json(found, indent=1) + "\n")
-    run.log.metrics(
-        state.step, {f"eval/{k}": v for k, v in found.items()} | {"time/eval_s": time.perf_counter() - started}
-    )
+    if not args.eval_only:  # metrics.jsonl holds the steps of a run
+        values = {f"eval/{k}": v for k, v in found.items()} | {"time/eval_s": time.perf_counter() - started}
+        run.log.metrics(state.step, values)
     cells = " ".join(f"{name} {found[name]:.3f}" for name in METRICS)
     low, high = found["recall@1_low"], found["recall@1_high"]
     run.log.say(f"step {state.step} evaluation: {cells} (recall@1 95% [{low:.3f}, {high:.3f}])")
@@ -695,9 +697,15 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
             raise ValueError(f"--resume continues in {checkpoint.parent}; leave --output-dir out")
         size = int(os.environ.get("WORLD_SIZE", 1))
         notes += merge_args(args, typed, saved, EVAL_FREE if args.eval_only else FREE_ON_RESUME, FIXED_BY_ADAPTER, size)
+    if args.resume:
         validate(build_parser(), args, typed)
     folder = Path(args.output_dir)
     world = distributed.start(args.device)
+    found = distributed.gather_objects(str(checkpoint))
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"ranks found different checkpoints ({', '.join(sorted(set(found)))}); all must see one folder"
+        )
     if world.is_main and not args.overwrite and (args.eval_only or not args.resume):
         if held := find_results(folder, args.eval_only):
             raise ValueError(f"{held[0]} exists; use --resume latest, --overwrite or another --output-dir")

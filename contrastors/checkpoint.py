@@ -33,6 +33,7 @@ RUN_FILES = (
     "metrics.jsonl", BEST_FILE, "curves.png", "train.log", "args.json", "env.json", "summary.json", "eval_step*.json",
     "eval_step*.jsonl",
 )  # fmt: skip
+TRACKER_FOLDERS = ("tensorboard", "wandb")
 CARD_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "margin", "loss")
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -265,28 +266,36 @@ def merge_args(
     for name, value in saved.items():
         if name not in typed and hasattr(args, name):
             setattr(args, name, value)
-    old_size, global_batch = state["world_size"], state["global_batch"]
-    if "batch_size" not in typed:
-        if global_batch % world_size:
-            raise ValueError(
-                f"the checkpoint has a global batch of {global_batch} on {old_size} ranks, which {world_size} ranks "
-                "cannot share; give --batch-size and --allow-changed-args"
-            )
-        args.batch_size = global_batch // world_size
-    elif args.batch_size * world_size != global_batch:
-        changed.append(f"--batch-size {args.batch_size} x {world_size} ranks (checkpoint: global batch {global_batch})")
     if fixed.intersection(differing):
-        raise ValueError(f"{'; '.join(changed)}: the adapter of a resumed run cannot change; start a new run")
+        raise ValueError(f"{'; '.join(changed)}: the adapter of a checkpoint cannot change; start a new run")
+    if args.eval_only:
+        return []
+    changed += _share_global_batch(args, "batch_size" in typed, state["global_batch"], world_size)
     if changed and not args.allow_changed_args:
         raise ValueError(
             f"this checkpoint was trained with other flags: {'; '.join(changed)}; add --allow-changed-args"
         )
-    notes = [f"changed on resume: {text}" for text in changed]
+    notes, old_size = [f"changed on resume: {text}" for text in changed], state["world_size"]
     if world_size != old_size:
         notes.append(f"{old_size} -> {world_size} ranks: --batch-size {args.batch_size}; dropout draws other masks")
         if args.grad_reduction == "sum":
             notes.append(f"with --grad-reduction sum gradients are {world_size / old_size:g} times as large as before")
     return notes
+
+
+def _share_global_batch(args: argparse.Namespace, is_typed: bool, global_batch: int, world_size: int) -> list[str]:
+    """Sets an untyped `--batch-size` so that the global batch stays; returns what a typed one changes."""
+    if is_typed:
+        if args.batch_size * world_size == global_batch:
+            return []
+        return [f"--batch-size {args.batch_size} x {world_size} ranks (checkpoint: global batch {global_batch})"]
+    if global_batch % world_size:
+        raise ValueError(
+            f"the checkpoint has a global batch of {global_batch}, which {world_size} ranks cannot share; give "
+            "--batch-size and --allow-changed-args"
+        )
+    args.batch_size = global_batch // world_size
+    return []
 
 
 def find_results(run_folder: Path, eval_only: bool) -> list[Path]:
@@ -304,6 +313,8 @@ def clear_results(run_folder: Path) -> None:
     for pattern in RUN_FILES:
         for path in run_folder.glob(pattern):
             path.unlink()
+    for name in TRACKER_FOLDERS:
+        shutil.rmtree(run_folder / name, ignore_errors=True)
 
 
 def load_scale(folder: Path, logit_scale: LogitScale) -> None:

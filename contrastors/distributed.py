@@ -183,8 +183,7 @@ class GradientBucket:
     """All trainable gradients in one flat tensor, with room at the end for a few numbers of the step.
 
     `parameter.grad` of every parameter is a view of the bucket: backward adds into it, parameters that a rank's chunks
-    never touched stay zero, and one all-reduce carries gradients, loss and stop signals of a step. One call per tensor
-    costs several times as much (`benchmarks/collectives.py` will say how much where).
+    never touched stay zero, and one all-reduce carries gradients, loss and stop signals of a step.
 
     Args:
         parameters: Trainable parameters, of one dtype, in the same order on every rank.

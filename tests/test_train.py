@@ -92,7 +92,7 @@ def test_eval_only_evaluates_and_never_trains(args, colour_set):
     before = sorted(path.name for path in (colour_set / "run").iterdir())
     assert train(args("base", eval_only=True)) == 0
     names = {path.name for path in (colour_set / "base").iterdir()}
-    assert names == {"eval_step0.json", "eval_step0.jsonl", "metrics.jsonl", "train.log"}
+    assert names == {"eval_step0.json", "eval_step0.jsonl", "train.log"}
     argv = [
         "--eval-only",
         "--resume",
@@ -221,7 +221,7 @@ def test_workers_change_nothing(args, colour_set):
 
 @pytest.mark.golden
 def test_golden_trajectory_of_twenty_steps(args, colour_set):
-    """A change of numerics updates tests/golden.json in a commit of its own (python tests/test_train.py writes it)."""
+    """A change of numerics updates tests/golden.json in a commit of its own (python -m tests.test_train writes it)."""
     assert train(args("run", **GOLDEN_FLAGS)) == 0
     golden = json.loads((ROOT / "tests" / "golden.json").read_text())
     assert np.abs(np.subtract(losses(colour_set / "run"), golden["losses"])).max() < 2e-3
@@ -326,6 +326,8 @@ REFUSED = [
     ({"model": "nobody/nothing"}, 1, "--model nobody/nothing"),
     ({"device": "cuda"}, 1, "no such device"),
     ({"resume": "nowhere"}, 1, "no such folder"),
+    ({"resume": "latest", "batch_size": 1}, 2, "nothing to contrast"),
+    ({"resume": "latest", "eval_only": True}, 1, "no whole checkpoint to evaluate"),
 ]
 
 
