@@ -294,39 +294,7 @@ class Run:
         return 1 / self.logit_scale.temperature
 
 
-# ------------------------------------------------------------------------------------------------------ model and data
-
-
-def silence_libraries() -> None:
-    """Turns off messages that tell our users nothing."""
-    import warnings
-
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message="This DataLoader will create")  # counts cores, not what waits on disks
-
-
-def load_model(args: argparse.Namespace, world: World) -> tuple[BiQwen3, BiQwen3Processor]:
-    """Returns the frozen base model on its device, and its processor."""
-    import torch
-
-    from contrastors.biqwen3 import BiQwen3
-    from contrastors.processing import BiQwen3Processor
-
-    on_cuda = world.device.type == "cuda"
-    if args.attn_implementation == "flash_attention_2" and not on_cuda:
-        raise ValueError(f"--attn-implementation flash_attention_2 needs cuda; this is {world.device}")
-    bf16 = args.dtype == "bf16" or (args.dtype == "auto" and on_cuda)
-    processor = BiQwen3Processor.from_pretrained(args.model, args.max_num_visual_tokens, args.max_query_tokens)
-    pixels = processor.image_processor
-    attention = "sdpa" if args.attn_implementation == "auto" else args.attn_implementation
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    model = BiQwen3.from_pretrained(args.model, pixels.image_mean, pixels.image_std, dtype, attention)
-    if model.base.config.image_token_id != processor.image_token_id:
-        raise ValueError(f"--model {args.model}: tokenizer and config disagree on the id of the image token")
-    return model.to(world.device), processor
+# ---------------------------------------------------------------------------------------------------------------- data
 
 
 def load_data(args: argparse.Namespace, world: World, log: RunLog, folder: Path) -> tuple[Any, Any]:
@@ -686,6 +654,7 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
     """Returns the run, its training set (None for `--eval-only`) and the checkpoint that it continues."""
     from contrastors import distributed
     from contrastors.checkpoint import find_results, load_scale, merge_args
+    from contrastors.loading import load_bi_encoder
     from contrastors.logit_scale import LogitScale
     from contrastors.runlog import RunLog
 
@@ -713,7 +682,14 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
     for note in notes:
         log.say(note)
     train_data, eval_set = load_data(args, world, log, folder)
-    model, processor = load_model(args, world)
+    model, processor = load_bi_encoder(
+        args.model,
+        world.device,
+        args.dtype,
+        args.attn_implementation,
+        args.max_num_visual_tokens,
+        args.max_query_tokens,
+    )
     logit_scale = LogitScale(args.temperature).to(world.device)
     if checkpoint is not None:
         load_scale(checkpoint, logit_scale)
@@ -726,12 +702,13 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
 def work(args: argparse.Namespace, typed: set[str]) -> int:
     """Does what the command line asks for and returns the exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of loader workers
-    silence_libraries()
 
     from contrastors import distributed
     from contrastors.checkpoint import load_adapter
     from contrastors.evaluation import EvaluationStopped
+    from contrastors.loading import silence_libraries
 
+    silence_libraries()
     run, train_data, checkpoint = start_run(args, typed)
     if args.eval_only:
         if checkpoint is not None:

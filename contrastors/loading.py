@@ -1,0 +1,137 @@
+"""The one way from `--model` and `--adapter` to a bi-encoder that embeds, and the identity of what was loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from contrastors.biqwen3 import BiQwen3
+from contrastors.checkpoint import load_adapter
+from contrastors.distributed import World, from_main
+from contrastors.processing import BiQwen3Processor
+
+_BLOCK_BYTES = 1 << 24
+_CHECKPOINT_FILES = (".json", ".safetensors", ".jinja", ".txt")  # what loading reads of a folder
+
+
+def silence_libraries() -> None:
+    """Turns off messages that tell our users nothing."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # counts cores, not what waits on disks
+
+
+def load_bi_encoder(
+    model: str,
+    device: torch.device,
+    dtype: str = "auto",
+    attn_implementation: str = "auto",
+    max_num_visual_tokens: int = 256,
+    max_query_tokens: int = 512,
+) -> tuple[BiQwen3, BiQwen3Processor]:
+    """Returns the frozen base model on its device, and its processor.
+
+    Args:
+        model: Hub name or folder.
+        device: Where it computes.
+        dtype: auto (bf16 on cuda, fp32 elsewhere), bf16 or fp32.
+        attn_implementation: auto (sdpa), sdpa, flash_attention_2 or eager.
+        max_num_visual_tokens: Visual tokens of the largest image.
+        max_query_tokens: Longest query prompt.
+
+    Raises:
+        ValueError: The checkpoint cannot be used, or not in this way.
+    """
+    on_cuda = device.type == "cuda"
+    if attn_implementation == "flash_attention_2" and not on_cuda:
+        raise ValueError(f"--attn-implementation flash_attention_2 needs cuda; this is {device}")
+    processor = BiQwen3Processor.from_pretrained(model, max_num_visual_tokens, max_query_tokens)
+    pixels = processor.image_processor
+    attention = "sdpa" if attn_implementation == "auto" else attn_implementation
+    weights = torch.bfloat16 if dtype == "bf16" or (dtype == "auto" and on_cuda) else torch.float32
+    encoder = BiQwen3.from_pretrained(model, pixels.image_mean, pixels.image_std, weights, attention)
+    if encoder.base.config.image_token_id != processor.image_token_id:
+        raise ValueError(f"--model {model}: tokenizer and config disagree on the id of the image token")
+    return encoder.to(device), processor
+
+
+def identify_model(encoder: BiQwen3, model: str) -> str:
+    """Returns the identity of a base model: name and commit on the hub, or the hash of the folder's files.
+
+    Args:
+        encoder: As it was loaded.
+        model: `--model`.
+    """
+    if Path(model).is_dir():
+        return hash_files(path for path in Path(model).iterdir() if path.suffix in _CHECKPOINT_FILES)
+    return f"{model}@{encoder.base.config._commit_hash}"
+
+
+def hash_files(paths: Iterable[Path]) -> str:
+    """Returns 32 hex digits that change with the name or any byte of the files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(paths):
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        with open(path, "rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+@dataclass(slots=True)
+class Encoder:
+    """A model that embeds, and what its embeddings depend on.
+
+    Attributes:
+        model: With its adapter, in eval mode.
+        processor: Its processor.
+        identity: `model`, `adapter` and `dtype`.
+    """
+
+    model: BiQwen3
+    processor: BiQwen3Processor
+    identity: dict[str, Any]
+
+    def identity_of(self, kind: str) -> dict[str, Any]:
+        """Returns everything that embeddings of a `query` or `document` depend on beside its content."""
+        limits = self.processor.describe()
+        if kind == "query":
+            names = ("max_query_tokens", "query_instruction")
+        else:
+            names = ("image_backend", "min_pixels", "max_pixels", "pixels_per_token", "document_instruction")
+        return {"kind": kind, **self.identity, **{name: limits[name] for name in names}}
+
+
+def load_encoder(
+    model: str, adapter: str | None, world: World, dtype: str, max_num_visual_tokens: int, max_query_tokens: int
+) -> Encoder:
+    """Returns a model, with its adapter, ready to embed. Collective.
+
+    Args:
+        model: Hub name or folder.
+        adapter: Checkpoint folder; None = the base model alone.
+        world: Ranks.
+        dtype: auto, bf16 or fp32.
+        max_num_visual_tokens: Visual tokens of the largest image.
+        max_query_tokens: Longest query prompt.
+
+    Raises:
+        ValueError: Model or adapter cannot be used.
+    """
+    encoder, processor = load_bi_encoder(model, world.device, dtype, "auto", max_num_visual_tokens, max_query_tokens)
+    identity = {"model": from_main(identify_model(encoder, model) if world.is_main else None), "adapter": None}
+    identity["dtype"] = str(encoder.base.dtype).removeprefix("torch.")
+    if adapter:
+        load_adapter(encoder, adapter, trainable=False)
+        names = ("adapter_config.json", "adapter_model.safetensors")
+        identity["adapter"] = hash_files(Path(adapter) / name for name in names)
+    return Encoder(encoder.eval(), processor, identity)
