@@ -85,19 +85,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--missing-negatives", choices=("mask", "drop-row"), default="mask", help="rows with too few hard negatives")
     add("--max-train-rows", type=natural_int, default=0, help="use the first rows only; 0 = all")
     add("--max-query-tokens", type=positive_int, default=512, help="tokens of a query's prompt; longer texts are cut")
-    add(
-        "--num-workers", type=natural_int, default=4, help="loader processes of each rank; 0 = load in the main process"
-    )
+    add("--num-workers", type=natural_int, default=4, help="loader processes of each rank; 0 = none, loads in line")
     add_image_flags(data)
 
     add = parser.add_argument_group("model").add_argument
     add("--model", default="Qwen/Qwen3-VL-Embedding-2B", help="base model: hub name or folder")
-    add(
-        "--max-num-visual-tokens",
-        type=positive_int,
-        default=256,
-        help="visual tokens of the largest image, 1024 px each",
-    )
+    add("--max-num-visual-tokens", type=positive_int, default=256, help="of the largest image; 1024 pixels each")
     add("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="auto = bf16 on cuda, fp32 elsewhere")
     attention = ("auto", "sdpa", "flash_attention_2", "eager")
     add("--attn-implementation", choices=attention, default="auto", help="auto = sdpa")
@@ -118,12 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("optimization").add_argument
     add("--batch-size", type=positive_int, default=4, help="rows of each rank in a step")
     add("--grad-cache-chunk", type=positive_int, default=2, help="documents of one forward: memory follows this alone")
-    add(
-        "--query-chunk",
-        type=natural_int,
-        default=0,
-        help="queries of one forward; 0 = as many as one document chunk has tokens",
-    )
+    add("--query-chunk", type=natural_int, default=0, help="queries of one forward; 0 = tokens of a document chunk")
     add("--lr", type=positive_float, default=2e-5, help="peak learning rate of the adapter")
     add("--weight-decay", type=natural_float, default=0.01, help="AdamW weight decay of the adapter; 0 = off")
     add("--warmup-steps", type=natural_int, default=50, help="steps of linear warm-up; 0 = none")
@@ -134,12 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-grad-norm", type=natural_float, default=1.0, help="clip the norm over all gradients; 0 = off")
 
     add = parser.add_argument_group("evaluation").add_argument
-    add(
-        "--eval-steps",
-        type=natural_int,
-        default=100,
-        help="evaluate every so many steps; 0 = never, not at the ends either",
-    )
+    add("--eval-steps", type=natural_int, default=100, help="evaluate every so many steps; 0 = never, at no end either")
     add("--eval-batch-size", type=positive_int, default=16, help="items of one forward without gradients")
     add("--max-eval-rows", type=natural_int, default=0, help="use the first rows only; 0 = all")
     add("--best-metric", choices=METRICS, default="recall@1", help="marks the best checkpoint")
@@ -152,12 +135,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--resume", metavar="DIR|latest", help="checkpoint folder; latest = newest in --output-dir, or a fresh start")
     add("--allow-changed-args", action=onoff, default=False, help="let typed flags differ from the checkpoint's")
     add("--overwrite", action=onoff, default=False, help="replace the run that is in --output-dir")
-    add(
-        "--report-to",
-        choices=("none", "tensorboard", "wandb", "trackio"),
-        default="none",
-        help="mirror of metrics.jsonl",
-    )
+    trackers = ("none", "tensorboard", "wandb", "trackio")
+    add("--report-to", choices=trackers, default="none", help="mirror of metrics.jsonl")
     add("--run-name", help="name shown by --report-to (default: name of the run folder)")
 
     add = parser.add_argument_group("runtime").add_argument
@@ -171,20 +150,12 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: s
     training = not args.eval_only
     flash = args.attn_implementation == "flash_attention_2"
     alone = args.batch_size * int(os.environ.get("WORLD_SIZE", 1)) == 1
+    wants_other_scheduler = "num_cycles" in typed and args.scheduler != "cosine-restarts"
     refusals = [
-        (
-            args.overwrite and args.resume and training,
-            "--overwrite deletes the run that --resume continues; choose one",
-        ),
+        (args.overwrite and args.resume and training, "--overwrite deletes the run that --resume continues"),
         (args.allow_changed_args and not args.resume, "--allow-changed-args acts on --resume only"),
-        (
-            "num_cycles" in typed and args.scheduler != "cosine-restarts",
-            f"--num-cycles acts on --scheduler cosine-restarts only, not on {args.scheduler}",
-        ),
-        (
-            not 0.01 <= args.temperature <= 1,
-            f"--temperature {args.temperature}: it stays within 0.01 and 1, so start there",
-        ),
+        (wants_other_scheduler, f"--num-cycles acts on --scheduler cosine-restarts only, not on {args.scheduler}"),
+        (not 0.01 <= args.temperature <= 1, f"--temperature {args.temperature}: stays within 0.01 and 1, start there"),
         (args.lora_dropout == 1, "--lora-dropout 1 leaves nothing to train"),
         (
             flash and (args.device not in ("auto", "cuda") or args.dtype == "fp32"),
@@ -195,14 +166,12 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: s
             "a global batch of one row without hard negatives has nothing to contrast; raise --batch-size",
         ),
     ]
-    without_negatives = training and args.num_hard_negatives == 0
-    for name in ("sample_negatives", "missing_negatives"):
-        acts = args.sample_negatives if name == "sample_negatives" else args.missing_negatives == "drop-row"
-        refusals.append((without_negatives and name in typed and acts, f"{flag(name)} needs --num-hard-negatives"))
-    for name in ("eval_jsonl", "best_metric", "max_eval_rows", "eval_batch_size"):
-        refusals.append(
-            (training and args.eval_steps == 0 and name in typed, f"{flag(name)} is idle with --eval-steps 0")
-        )
+    acts = {"sample_negatives": args.sample_negatives, "missing_negatives": args.missing_negatives == "drop-row"}
+    for name in typed & acts.keys() if training and not args.num_hard_negatives else ():
+        refusals.append((acts[name], f"{flag(name)} needs --num-hard-negatives"))
+    idle = {"eval_jsonl", "best_metric", "max_eval_rows", "eval_batch_size"}
+    for name in typed & idle if training and args.eval_steps == 0 else ():
+        refusals.append((True, f"{flag(name)} is idle with --eval-steps 0"))
     for refused, text in refusals:
         if refused:
             parser.error(text)
