@@ -38,6 +38,7 @@ from contrastors.cli import add_image_flags, make_parser, natural_int, positive_
 from contrastors.images import BadImage, open_image
 from contrastors.records import (
     CANDIDATES,
+    NEGATIVES,
     POSITIVE,
     QUERY,
     BadRow,
@@ -47,6 +48,7 @@ from contrastors.records import (
     dump_json,
     write_text,
 )
+from contrastors.report import MAX_ROWS, write_report
 from contrastors.reviews import (
     KEPT,
     NOT_JUDGED,
@@ -57,6 +59,7 @@ from contrastors.reviews import (
     check_outputs,
     count_review,
     empty_counts,
+    kept_positions,
     make_summary,
     moved_path,
     read_earlier,
@@ -98,6 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--output", required=True, help="JSONL of the filtered rows")
     output.add_argument("--reviews-output", help="JSONL of the reviews (default: OUTPUT with .reviews.jsonl)")
     output.add_argument("--summary-output", help="JSON of settings and counts (default: OUTPUT with .summary.json)")
+    output.add_argument(
+        "--report", help="HTML page of the first rows with pictures, scores and verdicts (default: none)"
+    )
     output.add_argument("--resume", action="store_true", help="go on with an earlier run; asks only what is missing")
     output.add_argument("--overwrite", action="store_true", help="replace existing outputs")
     runtime = parser.add_argument_group("runtime")
@@ -126,6 +132,10 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     files = [args.input, args.output, args.reviews_output, args.summary_output]
     if len({os.path.realpath(path) for path in files}) < len(files):
         parser.error("--input, --output, --reviews-output and --summary-output must be four files")
+    if args.report and os.path.realpath(args.report) in map(os.path.realpath, files):
+        parser.error(f"--report {args.report} must be a file of its own")
+    if args.report and args.dry_run:
+        parser.error("--dry-run writes nothing; leave out --report")
 
 
 @dataclass
@@ -396,8 +406,31 @@ def is_complete(run: Run, earlier: dict[str, Any] | None) -> bool:
     )
 
 
+def show(run: Run) -> None:
+    """Writes the page of `--report`, if it was asked for."""
+    args, rows, reviews = run.args, [], []
+    if not args.report:
+        return
+    for record, _ in itertools.islice(selected_rows(run), MAX_ROWS):
+        row, found = record.data, run.journal.reviews(record.index).values()
+        kept = kept_positions(found, args.num_hard_negatives) or []
+        rows.append(row | {NEGATIVES: [row[CANDIDATES][position]["path"] for position in kept]})
+        reviews.append(found)
+    write_report(
+        args.report,
+        rows,
+        run.resolver,
+        reviews,
+        title=f"Hard negatives of {os.path.basename(args.input)}",
+        positives_of=run.positives.of,
+        num_rows=run.num_rows,
+        max_image_pixels=args.max_image_pixels,
+    )
+    print(f"{args.report}: a page of the first {len(rows)} rows to look at")
+
+
 def finish(run: Run) -> int:
-    """Writes reviews and rows in input order, the rows that were lost, and the summary; returns the exit code.
+    """Writes reviews and rows in input order, the page, the lost rows, and the summary; returns the exit code.
 
     Raises:
         ValueError: More rows than allowed were lost.
@@ -406,6 +439,7 @@ def finish(run: Run) -> int:
     rows = ((record.data, run.journal.reviews(record.index).values()) for record, _ in selected_rows(run))
     num_written = write_results(rows, run.resolver, args.output, args.reviews_output, args.num_hard_negatives)
     assert num_written == run.counts["num_rows_written"], (num_written, run.counts)
+    show(run)
     report = Path(args.bad_rows_output)
     error = check_lost_rows(args.input, run.bad_rows, run.num_rows, args.max_bad_fraction, report)
     run.write_summary(completed=error is None)
@@ -454,7 +488,7 @@ def filter_rows(args: argparse.Namespace) -> int:
     if not api_key and args.base_url == DEFAULT_BASE_URL:
         raise ValueError(f"no key in ${args.api_key_env}; set it, or give the --base-url of a local server")
     if not (args.resume or args.overwrite):
-        check_outputs([args.output, args.reviews_output, args.summary_output])
+        check_outputs(filter(None, [args.output, args.reviews_output, args.summary_output, args.report]))
     earlier = read_earlier(args.summary_output, args.reviews_output, run.settings) if args.resume else None
     scan(run)
     run.journal = Journal(args.reviews_output, args.resume)
@@ -463,6 +497,7 @@ def filter_rows(args: argparse.Namespace) -> int:
     check_keys(run)
     if is_complete(run, earlier):
         print(f"{args.output} is complete, nothing to do")
+        show(run)
         return 0
     if earlier is not None:
         run.earlier_requests = {name: earlier[name] for name in run.earlier_requests}

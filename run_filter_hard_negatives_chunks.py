@@ -29,6 +29,8 @@ from typing import Any
 from contrastors.candidates import KnownPositives, read_rows, row_key
 from contrastors.cli import add_image_flags, make_parser, natural_int, positive_int, run_script
 from contrastors.records import (
+    CANDIDATES,
+    NEGATIVES,
     POSITIVE,
     QUERY,
     BadRow,
@@ -39,11 +41,13 @@ from contrastors.records import (
     write_jsonl,
     write_text,
 )
+from contrastors.report import MAX_ROWS, write_report
 from contrastors.reviews import (
     PARENT_VARIABLE,
     add_counts,
     check_lost_rows,
     empty_counts,
+    kept_positions,
     make_summary,
     write_results,
 )
@@ -65,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", required=True, help="JSONL with retrieve_top20")
     parser.add_argument("--output-dir", required=True, help="folder of the chunks and of the merged files")
     parser.add_argument("--chunk-size", type=positive_int, default=10000, help="rows of a chunk")
+    parser.add_argument("--report", metavar="FILE.html", help="one page of the first rows to look at")
     parser.add_argument("--start-offset", type=natural_int, default=0, help="rows to pass over at the start")
     parser.add_argument("--limit-total", type=natural_int, default=0, help="rows to filter in all; 0 = all")
     parser.add_argument("--parallel-chunks", type=positive_int, default=1, help="chunks at work at once")
@@ -248,6 +253,7 @@ def merge(args: argparse.Namespace, plan: Plan) -> int:
     error = check_lost_rows(args.input, lost, len(plan.lines), args.max_bad_fraction, output_dir / BAD_ROWS)
     merged = make_summary(counts, settings, digest.hexdigest(), completed=error is None)
     write_text(output_dir / SUMMARY, dump_json(merged, indent=2) + "\n")
+    show(args, plan, settings["num_hard_negatives"])
     if error is not None:
         raise error
     for chunk in plan.chunks:
@@ -255,6 +261,21 @@ def merge(args: argparse.Namespace, plan: Plan) -> int:
     (output_dir / KNOWN_POSITIVES).unlink()
     print(f"{len(plan.lines)} rows: {counts['num_rows_written']} written to {output_dir / OUTPUT}")
     return 0
+
+
+def show(args: argparse.Namespace, plan: Plan, num_hard_negatives: int) -> None:
+    """Writes the page of `--report`, if it was asked for: the first rows of the whole input."""
+    if not args.report:
+        return
+    rows, reviews = [], []
+    for row, found in itertools.islice(merged_rows(plan, hashlib.blake2b()), MAX_ROWS):
+        kept = kept_positions(found, num_hard_negatives) or []
+        rows.append(row | {NEGATIVES: [row[CANDIDATES][position]["path"] for position in kept]})
+        reviews.append(found)
+    title, num_rows = f"Hard negatives of {os.path.basename(args.input)}", len(plan.lines)
+    write_report(
+        args.report, rows, plan.resolver, reviews, title=title, positives_of=plan.positives.of, num_rows=num_rows
+    )
 
 
 def filter_chunks(args: argparse.Namespace, filter_flags: list[str]) -> int:

@@ -257,16 +257,29 @@ def _mrope_section(head_dim: int) -> list[int]:
     return [head_dim // 2 - 2 * side, side, side]
 
 
+TABLE = {
+    "eval.jsonl": {
+        "base": "in_batch/eval_step0.json",
+        "in-batch": "in_batch/eval_step150.json",
+        "filtered hard negatives": "hard_negatives/eval_step150.json",
+    },
+    "eval_hard.jsonl": {
+        "base": "base_on_hard/eval_step0.json",
+        "in-batch": "in_batch_on_hard/eval_step150.json",
+        "filtered hard negatives": "hard_negatives_on_hard/eval_step150.json",
+    },
+}
+
+
 def print_table(folder: Path, out: Any = sys.stdout) -> None:
     """Prints base against trained from the evaluation summaries that `make demo` left under `folder`."""
     columns = ("recall@1", "recall@5", "recall@10", "mrr")
-    out.write(f"{'':24}" + "".join(f"{name:>22}" for name in columns) + "\n")
-    for title, name in (("eval.jsonl", "eval"), ("eval_hard.jsonl", "eval_hard")):
-        for who in ("base", "trained"):
-            (file,) = (folder / f"{who}_{name}").glob("eval_step*.json")
-            found = json.loads(file.read_text())
+    out.write(f"{'':42}" + "".join(f"{name:>20}" for name in columns) + "\n")
+    for title, rows in TABLE.items():
+        for who, file in rows.items():
+            found = json.loads((folder / file).read_text(encoding="utf-8"))
             cells = [f"{found[c]:.3f} [{found[c + '_low']:.2f}, {found[c + '_high']:.2f}]" for c in columns]
-            out.write(f"{title:16}{who:8}" + "".join(f"{cell:>22}" for cell in cells) + "\n")
+            out.write(f"{title:17}{who:25}" + "".join(f"{cell:>20}" for cell in cells) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

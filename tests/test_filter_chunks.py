@@ -260,3 +260,12 @@ def test_dry_run_estimates_the_whole_input(colour_set: Path, tmp_path: Path, cap
         assert run_chunks(source, tmp_path / "chunks", server, chunk_size=2, dry_run=True) == 0
         assert server.num_calls == 0
     assert json.loads(capfd.readouterr().out)["num_rows"] == 7 and not (tmp_path / "chunks").exists()
+
+
+def test_the_page_of_the_merged_rows_is_that_of_a_single_run(rows_with_shared_queries: Path, tmp_path: Path):
+    source, pages = rows_with_shared_queries, [tmp_path / name / "page.html" for name in ("single", "chunks")]
+    with JudgeServer(mixed) as server:
+        single_run(source, server, tmp_path / "single", report=pages[0])
+        assert run_chunks(source, tmp_path / "chunks", server, chunk_size=7, report=pages[1]) == 0
+    assert pages[0].read_bytes() == pages[1].read_bytes()
+    assert not list((tmp_path / "chunks").glob("chunk_*/*.html"))
