@@ -10,6 +10,7 @@ Reads (query, tile) pairs as JSONL; writes a run folder: checkpoint-N/ (PEFT ada
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import signal
@@ -57,12 +58,13 @@ OF_THIS_CALL = {"resume", "overwrite", "allow_changed_args", "eval_only", "outpu
 # Flags that may differ from the checkpoint's without altering what is trained.
 FREE_ON_RESUME = OF_THIS_CALL | {
     "num_workers", "eval_steps", "eval_batch_size", "save_steps", "save_total_limit", "report_to", "run_name", "device",
-    "max_bad_fraction", "max_image_pixels", "batch_size",
+    "max_bad_fraction", "max_image_pixels", "batch_size", "best_metric", "eval_jsonl", "max_eval_rows",
 }  # fmt: skip
+# What the best checkpoint is measured by.
+MEASURE = ("best_metric", "eval_jsonl", "max_eval_rows")
 # An evaluation may ask anything of an old adapter but another adapter.
 EVAL_FREE = FREE_ON_RESUME | {
-    "eval_jsonl", "max_eval_rows", "max_num_visual_tokens", "max_query_tokens", "dtype", "attn_implementation",
-    "best_metric", "seed",
+    "max_num_visual_tokens", "max_query_tokens", "dtype", "attn_implementation", "seed",
 }  # fmt: skip
 # Written into the adapter: another value could not act on a resumed run.
 FIXED_BY_ADAPTER = {"model", "lora_r", "lora_alpha", "lora_dropout", "lora_vit"}
@@ -220,7 +222,7 @@ class TrainState:
 
 
 class StopSignals:
-    """Notes SIGINT and SIGTERM, so that the step in flight ends and is saved; a second one ends at once.
+    """Notes SIGINT and SIGTERM, so that the step in flight ends and is saved; a later second one ends at once.
 
     Attributes:
         received: Signal that reached this rank, 0 = none. Never act on it alone: other ranks may not know.
@@ -229,14 +231,16 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0
+        self.received_at = 0.0
         self.agreed = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.received:
+        if not self.received:
+            self.received, self.received_at = number, time.monotonic()
+        elif time.monotonic() - self.received_at > 5:  # sooner it is the same stop: launcher and scheduler both send it
             raise Stopped(number)
-        self.received = number
 
 
 @dataclass(slots=True)
@@ -450,13 +454,22 @@ def evaluate_run(run: Run) -> bool:
 
 def save_run(run: Run) -> None:
     """Saves a checkpoint, marks the best, deletes surplus ones. The main rank writes; the others wait. Collective."""
-    from contrastors.checkpoint import absolute_args, delete_old, mark_best, model_card, save_checkpoint
+    from contrastors.checkpoint import (
+        absolute_args,
+        delete_old,
+        mark_best,
+        model_card,
+        refresh_state,
+        save_checkpoint,
+    )
     from contrastors.distributed import barrier
     from contrastors.runlog import draw_curves, versions
 
     args, state = run.args, run.state
     if run.world.is_main:
         folder = run.folder / f"checkpoint-{state.step}"
+        tables = {"base": state.base_metrics, "last evaluation": state.last_metrics}
+        card = model_card(args, state.step, run.logit_scale.temperature, tables)
         record = {
             **asdict(state),
             "epoch": run.train_set.order.epoch(state.step),
@@ -468,9 +481,10 @@ def save_run(run: Run) -> None:
             "processor": run.processor.describe(),
             "chunking": {"documents": args.grad_cache_chunk, "queries": args.query_chunk or "by tokens"},
         }
-        tables = {"base": state.base_metrics, "last evaluation": state.last_metrics}
-        card = model_card(args, state.step, run.logit_scale.temperature, tables)
-        save_checkpoint(folder, run.model, run.logit_scale, run.optimizer, record, card)
+        if folder.exists():
+            refresh_state(folder, record, card)
+        else:
+            save_checkpoint(folder, run.model, run.logit_scale, run.optimizer, record, card)
         if state.best_step is not None:
             mark_best(run.folder, state.best_step, args.best_metric, state.best_value)
         delete_old(run.folder, args.save_total_limit, state.best_step, state.run_id)
@@ -540,14 +554,16 @@ def train(run: Run) -> None:
             is_last, is_best = state.step == args.max_steps or bool(run.stop.agreed), False
             # once in a while: evaluate (all ranks)
             due = run.eval_set is not None and (state.step % args.eval_steps == 0 or state.step == args.max_steps)
+            evaluated_late = False
             if due and state.evaluated_step != state.step and not run.stop.agreed:
                 try:
                     is_best = evaluate_run(run)
+                    evaluated_late = 0 < state.step == saved_step  # a stop came before it, and this is the resume
                 except EvaluationStopped as stopped:
                     run.stop.agreed, is_last = stopped.signal, True
             # once in a while: save (main rank)
             due = is_last or (args.save_steps and state.step % args.save_steps == 0)
-            if (due and state.step != saved_step) or is_best:
+            if (due and state.step != saved_step) or is_best or evaluated_late:
                 save_run(run)
                 saved_step = state.step
             if is_last:
@@ -582,8 +598,8 @@ def step_line(step: int, max_steps: int, values: dict[str, float]) -> str:
 
 
 def prepare_output(run: Run, is_resumed: bool) -> None:
-    """Makes the run folder ready: cleared, or cut back to the checkpoint's step. The main rank's work."""
-    from contrastors.checkpoint import absolute_args, clear_results, remove_leftovers
+    """Makes the run folder ready: cleared, or taken back to the checkpoint's step. The main rank's work."""
+    from contrastors.checkpoint import absolute_args, clear_results, go_back_to, remove_leftovers
     from contrastors.runlog import cut_metrics
 
     args, folder = run.args, run.folder
@@ -591,7 +607,11 @@ def prepare_output(run: Run, is_resumed: bool) -> None:
         clear_results(folder)
     remove_leftovers(folder)
     run.log.open()
-    cut_metrics(folder / "metrics.jsonl", run.state.step if is_resumed else -1)
+    if is_resumed:
+        for note in go_back_to(folder, asdict(run.state), args.best_metric):
+            run.log.say(note)
+    else:
+        cut_metrics(folder / "metrics.jsonl", -1)
     config = absolute_args(vars(args)) | {"world_size": run.world.size}
     run.log.write_records(config, str(run.world.device))
     name = args.run_name or folder.resolve().name
@@ -617,6 +637,24 @@ def write_summary(run: Run) -> None:
         write_text(run.folder / "summary.json", dump_json(summary, indent=1) + "\n")
     if state.num_truncated:
         run.log.say(f"{state.num_truncated} queries were cut at --max-query-tokens {run.args.max_query_tokens}")
+
+
+def restore_state(args: argparse.Namespace, saved: dict[str, Any], log: RunLog) -> TrainState:
+    """Returns the state of a checkpoint, or a fresh one.
+
+    Raises:
+        ValueError: The checkpoint is beyond `--max-steps`.
+    """
+    from contrastors.checkpoint import absolute_args
+
+    known = {name: saved[name] for name in TrainState.__dataclass_fields__ if name in saved}
+    state = TrainState(**({"run_id": uuid.uuid4().hex} | known))
+    if not args.eval_only and state.step > args.max_steps:
+        raise ValueError(f"the checkpoint is at step {state.step}, beyond --max-steps {args.max_steps}; raise it")
+    if saved and any(absolute_args(vars(args))[name] != saved["args"][name] for name in MEASURE):
+        state.best_step = state.best_value = state.evaluated_step = None
+        log.say("the measure of the best checkpoint is another now: earlier bests do not count")
+    return state
 
 
 def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path | None]:
@@ -646,7 +684,8 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
         )
     if world.is_main and not args.overwrite and (args.eval_only or not args.resume):
         if held := find_results(folder, args.eval_only):
-            raise ValueError(f"{held[0]} exists; use --resume latest, --overwrite or another --output-dir")
+            instead = "--overwrite" if args.eval_only else "--resume latest, --overwrite"
+            raise ValueError(f"{held[0]} exists; use {instead} or another --output-dir")
     log = RunLog(folder, world.is_main)
     for note in notes:
         log.say(note)
@@ -662,37 +701,58 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
     logit_scale = LogitScale(args.temperature).to(world.device)
     if checkpoint is not None:
         load_scale(checkpoint, logit_scale)
-    known = {name: saved[name] for name in TrainState.__dataclass_fields__ if name in saved}
-    state = TrainState(**({"run_id": uuid.uuid4().hex} | known))
+    state = restore_state(args, saved, log)
     run = Run(args, world, log, folder, processor, model, logit_scale, state, StopSignals(), eval_set)
     return run, train_data, checkpoint
+
+
+def do(run: Run, train_data: Any, checkpoint: Path | None) -> None:
+    """Evaluates or trains."""
+    from contrastors.checkpoint import load_adapter
+    from contrastors.evaluation import EvaluationStopped
+
+    if not run.args.eval_only:
+        begin_training(run, train_data, checkpoint)
+        if run.world.is_main:
+            prepare_output(run, checkpoint is not None)
+        train(run)
+        write_summary(run)
+        return
+    if checkpoint is not None:
+        load_adapter(run.model, checkpoint, trainable=False)
+    run.log.open()
+    try:
+        evaluate_run(run)
+    except EvaluationStopped as stopped:
+        run.stop.agreed = stopped.signal
 
 
 def work(args: argparse.Namespace, typed: set[str]) -> int:
     """Does what the command line asks for and returns the exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of loader workers
 
+    import torch
+
     from contrastors import distributed
-    from contrastors.checkpoint import load_adapter
-    from contrastors.evaluation import EvaluationStopped
     from contrastors.loading import silence_libraries
 
     silence_libraries()
+    if args.report_to != "none" and importlib.util.find_spec(args.report_to) is None:
+        raise ValueError(f"--report-to {args.report_to} needs its package: pip install '.[tracking]'")
     run, train_data, checkpoint = start_run(args, typed)
-    if args.eval_only:
-        if checkpoint is not None:
-            load_adapter(run.model, checkpoint, trainable=False)
-        run.log.open()
-        try:
-            evaluate_run(run)
-        except EvaluationStopped as stopped:
-            run.stop.agreed = stopped.signal
-    else:
-        begin_training(run, train_data, checkpoint)
-        if run.world.is_main:
-            prepare_output(run, checkpoint is not None)
-        train(run)
-        write_summary(run)
+    try:
+        do(run, train_data, checkpoint)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"rank {run.world.rank} is out of memory at step {run.state.step + 1}; lower --grad-cache-chunk (the batch "
+            "stays), --eval-batch-size or --max-num-visual-tokens"
+        ) from error
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ValueError(
+            "a loader process was killed, most likely for memory or shared memory; use fewer --num-workers (0 works)"
+        ) from error
     run.log.close()
     distributed.stop()
     if run.stop.agreed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
@@ -91,7 +92,7 @@ class BiQwen3(nn.Module):
         """
         try:
             config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"--model {model}: {_first_line(error)}") from error
         if config.model_type not in MODEL_TYPES:
             raise ValueError(f"--model {model} is a {config.model_type}; these scripts train {', '.join(MODEL_TYPES)}")
@@ -100,7 +101,7 @@ class BiQwen3(nn.Module):
             backbone, info = AutoModel.from_pretrained(
                 model, config=config, output_loading_info=True, trust_remote_code=False, **options
             )
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"--model {model}: {_first_line(error)}") from error
         missing, left_over = sorted(info["missing_keys"]), sorted(set(info["unexpected_keys"]) - {"lm_head.weight"})
         if missing or left_over:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from contrastors.biqwen3 import BiQwen3
 from contrastors.logit_scale import LogitScale
 from contrastors.records import dump_json, sync_file, write_text
+from contrastors.runlog import cut_metrics
 
 ADAPTER_FILE, STATE_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "trainer_state.json", "optimizer.pt"
 SCALE_FILE, BEST_FILE = "logit_scale.safetensors", "best.json"
@@ -56,7 +57,7 @@ def read_state(folder: str | Path) -> dict[str, Any]:
         load_file(folder / ADAPTER_FILE), load_file(folder / SCALE_FILE)
         _load_optimizer(folder)
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        missing = {"step", "args", "run_id"} - state.keys()
+        missing = {"step", "args", "run_id", "global_batch", "world_size"} - state.keys()
     except (ValueError, AttributeError, SafetensorError) as error:
         raise BadCheckpoint(f"{folder}: cannot be read ({error})") from error
     if missing:
@@ -129,7 +130,7 @@ def load_adapter(model: BiQwen3, folder: str | Path, trainable: bool) -> dict[st
             raise BadCheckpoint(f"{folder}: {name} is missing, so this is no adapter")
     try:
         model.backbone = PeftModel.from_pretrained(model.backbone, str(folder), is_trainable=trainable)
-    except (RuntimeError, ValueError, SafetensorError) as error:
+    except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise BadCheckpoint(f"{folder}: the adapter does not fit this model ({str(error).splitlines()[0]})") from error
     read_back(model, folder, must_have_moved=False)
     return model.count_adapted()
@@ -146,7 +147,7 @@ def save_checkpoint(
     """Writes a checkpoint under a temporary name, reads it back, and renames it.
 
     Args:
-        folder: `checkpoint-{step}` in the run folder; an older one of that name is replaced.
+        folder: `checkpoint-{step}` in the run folder; there is none of that name.
         model: With a PEFT adapter.
         logit_scale: Its scale.
         optimizer: Its optimizer.
@@ -168,17 +169,45 @@ def save_checkpoint(
         for path in temporary.iterdir():
             sync_file(path)
         sync_file(temporary)
-        replaced = None
-        if folder.exists():
-            replaced = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
-            folder.rename(replaced)
         temporary.rename(folder)
         sync_file(folder.parent)
-        if replaced is not None:
-            shutil.rmtree(replaced)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def refresh_state(folder: Path, state: dict[str, Any], card: str) -> None:
+    """Rewrites what a checkpoint says of its evaluation, where that came after the save (a stop, then a resume)."""
+    write_text(folder / "README.md", card)
+    write_text(folder / STATE_FILE, dump_json(state, indent=1) + "\n")
+
+
+def go_back_to(run_folder: Path, state: dict[str, Any], metric: str) -> list[str]:
+    """Makes a run folder what it was when a checkpoint was saved; returns notes on what was moved.
+
+    Checkpoints beyond it are of another future: `latest` must not find them, nor retention count them, so they are
+    renamed. metrics.jsonl loses the steps after it, best.json tells the best up to it.
+
+    Args:
+        run_folder: Folder of the run.
+        state: With `step`, `evaluated_step`, `best_step`, `best_value`.
+        metric: `--best-metric`.
+    """
+    notes, step = [], state["step"]
+    for folder in list_checkpoints(run_folder):
+        if int(folder.name.removeprefix("checkpoint-")) > step:
+            aside = folder.with_name(f"abandoned-{folder.name}-{uuid.uuid4().hex[:6]}")
+            folder.rename(aside)
+            notes.append(f"{folder.name} lies beyond step {step}, where this run goes on; it is kept as {aside.name}")
+    for path in run_folder.glob("eval_step*.json*"):
+        if (match := re.match(r"eval_step(\d+)\.", path.name)) and int(match[1]) > step:
+            path.unlink()
+    if state["best_step"] is None:
+        (run_folder / BEST_FILE).unlink(missing_ok=True)
+    else:
+        mark_best(run_folder, state["best_step"], metric, state["best_value"])
+    cut_metrics(run_folder / "metrics.jsonl", step, keep_evaluation=state["evaluated_step"] == step)
+    return notes
 
 
 def restore(folder: Path, logit_scale: LogitScale, optimizer: torch.optim.Optimizer) -> None:
@@ -227,7 +256,9 @@ def delete_old(run_folder: Path, keep: int, best_step: int | None, run_id: str) 
     surplus = own[:-keep] if keep else []
     deleted = [folder for folder in surplus if folder.name != f"checkpoint-{best_step}"]
     for folder in deleted:
-        shutil.rmtree(folder)
+        hidden = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")  # a kill in mid-removal leaves no torso
+        folder.rename(hidden)
+        shutil.rmtree(hidden)
     return deleted
 
 
@@ -302,7 +333,8 @@ def find_results(run_folder: Path, eval_only: bool) -> list[Path]:
     """Returns results in a folder that a new run, or a new `--eval-only`, would mix with its own."""
     if eval_only:
         return sorted(run_folder.glob("eval_step*.json"))
-    return list_checkpoints(run_folder) + [path for path in (run_folder / "metrics.jsonl",) if path.exists()]
+    found = [*run_folder.glob("metrics.jsonl"), *sorted(run_folder.glob("eval_step*.json"))]
+    return list_checkpoints(run_folder) + found
 
 
 def clear_results(run_folder: Path) -> None:

@@ -6,6 +6,7 @@ asking them. The order is a pure function of (seed, epoch): nothing of it needs 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -319,6 +320,12 @@ class StepDataset(Dataset):
         return ColumnMask(missing, torch.tensor(sorted(pairs), dtype=torch.int64).reshape(-1, 2))
 
 
+def leave_signals_to_the_rank(worker: int) -> None:
+    """Lets loader workers live through a signal to the whole process group (torchrun, schedulers): the rank decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def load_batches(
     dataset: StepDataset, first_step: int, last_step: int, num_workers: int, device: torch.device
 ) -> Iterator[Batch]:
@@ -332,6 +339,7 @@ def load_batches(
         batch_size=None,
         sampler=range(first_step, last_step),
         num_workers=num_workers,
+        worker_init_fn=leave_signals_to_the_rank,
         pin_memory=device.type == "cuda",
     )
     for batch in loader:
@@ -379,6 +387,7 @@ def load_items(
         sampler=places,
         num_workers=min(num_workers, -(-len(places) // batch_size)),
         collate_fn=dataset.collate,
+        worker_init_fn=leave_signals_to_the_rank,
         pin_memory=device.type == "cuda",
     )
     for inputs in loader:

@@ -93,10 +93,10 @@ def draw_tile(facts: Facts, noise: random.Random) -> Image.Image:
     draw.rectangle((0, TILE - footer, TILE, TILE), fill=RGB[facts.footer])
     draw.rectangle((0, header + 1, bar, TILE - footer - 1), fill=RGB[facts.bar])
     for y in range(header + 8, TILE - footer - 6, 9):
-        draw.line((bar + 6, y, TILE - noise.randint(6, 50), y), fill=(205, 205, 205), width=2)
-    x = (44 if "left" in facts.place else 96) + noise.randint(-5, 5)
-    y = (46 if "top" in facts.place else 82) + noise.randint(-4, 4)
-    radius = noise.randint(10, 12)
+        draw.line((bar + 6, y, TILE - noise.randint(6, 50), y), fill=(222, 222, 222), width=2)
+    x = (45 if "left" in facts.place else 97) + noise.randint(-4, 4)
+    y = (45 if "top" in facts.place else 83) + noise.randint(-3, 3)
+    radius = noise.randint(15, 18)
     draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=RGB[facts.dot])
     draw.text((TILE - 26, TILE - 15), str(noise.randint(1, 999)), fill=(255, 255, 255), font=ImageFont.load_default(10))
     return image

@@ -92,6 +92,8 @@ def rank() -> int:
 def _named(what: str) -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise LostRank(

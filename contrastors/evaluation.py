@@ -11,7 +11,7 @@ import torch
 
 from contrastors.biqwen3 import BiQwen3
 from contrastors.data import NO_DOCUMENT, DocumentTable, ItemDataset, load_items
-from contrastors.distributed import World, gather_rows
+from contrastors.distributed import World, from_main, gather_rows
 from contrastors.metrics import NDCG_AT, RECALL_AT, query_metrics, summarize
 from contrastors.processing import BiQwen3Processor
 from contrastors.records import BadRow, Pair
@@ -228,7 +228,9 @@ def evaluate(
             vectors.append(embed(model, dataset, world, batch_size, num_workers, stop_signal, on_progress))
     finally:
         model.train(was_training)
-    metrics, per_query = score_embeddings(vectors[0], vectors[1], data.positives, scale)
+    # One rank computes: two machines may round differently, and ranks must agree on what is best.
+    scored = score_embeddings(vectors[0], vectors[1], data.positives, scale) if world.is_main else None
+    metrics, per_query = from_main(scored)
     rows = []
     for place, (query, positives) in enumerate(zip(data.queries, data.positives, strict=True)):
         values = {name: float(column[place]) for name, column in per_query.items()}

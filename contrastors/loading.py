@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import cached_file, logging
 
 from contrastors.biqwen3 import BiQwen3
 from contrastors.checkpoint import load_adapter
@@ -23,8 +24,6 @@ _CHECKPOINT_FILES = (".json", ".safetensors", ".jinja", ".txt")  # what loading 
 
 def silence_libraries() -> None:
     """Turns off messages that tell our users nothing."""
-    from transformers.utils import logging
-
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # counts cores, not what waits on disks
@@ -64,16 +63,14 @@ def load_bi_encoder(
     return encoder.to(device), processor
 
 
-def identify_model(encoder: BiQwen3, model: str) -> str:
-    """Returns the identity of a base model: name and commit on the hub, or the hash of the folder's files.
+def identify_model(model: str) -> str:
+    """Returns the hash of a checkpoint's files: equal for a hub name and for a copy of it in a folder.
 
     Args:
-        encoder: As it was loaded.
-        model: `--model`.
+        model: Hub name or folder, loaded before.
     """
-    if Path(model).is_dir():
-        return hash_files(path for path in Path(model).iterdir() if path.suffix in _CHECKPOINT_FILES)
-    return f"{model}@{encoder.base.config._commit_hash}"
+    folder = Path(model) if Path(model).is_dir() else Path(cached_file(model, "config.json")).parent
+    return hash_files(path for path in folder.iterdir() if path.suffix in _CHECKPOINT_FILES)
 
 
 def hash_files(paths: Iterable[Path]) -> str:
@@ -128,7 +125,7 @@ def load_encoder(
         ValueError: Model or adapter cannot be used.
     """
     encoder, processor = load_bi_encoder(model, world.device, dtype, "auto", max_num_visual_tokens, max_query_tokens)
-    identity = {"model": from_main(identify_model(encoder, model) if world.is_main else None), "adapter": None}
+    identity = {"model": from_main(identify_model(model) if world.is_main else None), "adapter": None}
     identity["dtype"] = str(encoder.base.dtype).removeprefix("torch.")
     if adapter:
         load_adapter(encoder, adapter, trainable=False)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from PIL import Image
 from transformers import AutoProcessor
 
@@ -138,7 +139,10 @@ class BiQwen3Processor:
         def render(instruction: str, content: dict[str, str]) -> str:
             system = {"role": "system", "content": [{"type": "text", "text": instruction}]}
             messages = [system, {"role": "user", "content": [content]}]
-            return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            try:
+                return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except (TemplateError, TypeError) as error:
+                raise ValueError(f"this checkpoint's chat template cannot be used ({error})") from error
 
         self._before, self._after = self._appended_tokens()
         rendered = render(QUERY_INSTRUCTION, {"type": "text", "text": _PLACEHOLDER})
@@ -167,7 +171,7 @@ class BiQwen3Processor:
         """
         try:
             processor = AutoProcessor.from_pretrained(model, backend="torchvision", trust_remote_code=False)
-        except (OSError, ValueError, ImportError) as error:
+        except (OSError, ValueError, ImportError, TypeError, KeyError) as error:
             raise ValueError(f"--model {model}: no processor can be loaded ({str(error).splitlines()[0]})") from error
         if not hasattr(processor, "image_processor"):
             raise ValueError(f"--model {model}: holds a tokenizer, but no image processor")

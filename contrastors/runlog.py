@@ -183,10 +183,18 @@ def read_metrics(file: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cut_metrics(file: str | Path, last_step: int) -> None:
-    """Rewrites metrics.jsonl without the steps after `last_step`, so that a resumed run writes no step twice."""
+def cut_metrics(file: str | Path, last_step: int, keep_evaluation: bool = True) -> None:
+    """Rewrites metrics.jsonl without the steps after `last_step`, so that a resumed run writes no step twice.
+
+    Args:
+        file: metrics.jsonl.
+        last_step: Of the checkpoint.
+        keep_evaluation: Keep the evaluation of that very step; otherwise the resumed run does it again.
+    """
     if Path(file).exists():
         kept = [row for row in read_metrics(file) if row["step"] <= last_step]
+        if not keep_evaluation:
+            kept = [row for row in kept if row["step"] < last_step or "train/loss" in row]
         write_text(file, "".join(dump_json(row) + "\n" for row in kept))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,7 @@ from contrastors.images import MAX_IMAGE_PIXELS, BadImage, check_size, content_h
 from contrastors.records import Pair, dump_json
 
 CACHE_NAME = ".image_facts.jsonl"
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _INLINE = 64  # below so many files starting worker processes costs more than it gives
 
 
@@ -85,15 +87,21 @@ def check_images(
             on_progress(1)
         return facts
     # spawn: this process may hold a CUDA context or communication threads, which do not survive a fork
+    pool = ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn"))
     try:
-        with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            for fact in pool.map(_check, tasks, chunksize=16):
-                facts.append(fact)
-                on_progress(1)
+        # Children inherit the mask: a signal to the whole group is this process's to act on, not theirs to print about.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        results = pool.map(_check, tasks, chunksize=16)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        for fact in results:
+            facts.append(fact)
+            on_progress(1)
     except BrokenProcessPool as error:
         raise ValueError(
             "a process that checks images was killed, most likely for memory; start with fewer --num-workers"
         ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
     return facts
 
 

@@ -87,6 +87,16 @@ def test_sigterm_to_one_rank_stops_all_after_the_step_and_the_run_resumes_bit_id
     assert same_weights(colour_set / "whole" / "checkpoint-40", colour_set / "stopped" / "checkpoint-40")
 
 
+def test_sigterm_to_the_launcher_saves_with_loader_workers_too(args, colour_set):
+    """torchrun signals the whole process group of a rank, and loader workers must not die of it."""
+    process = start(args("run", max_steps=4000, eval_steps=0, save_steps=0, num_workers=1), 2)
+    wait_for_step(colour_set / "run", 3, process)
+    process.send_signal(signal.SIGTERM)
+    _, text = finish(process, 60)
+    assert list((colour_set / "run").glob("checkpoint-*")), text[-3000:]
+    assert 'train_contrastors.py", line' not in text, text[-3000:]
+
+
 def test_a_killed_rank_ends_all_within_a_minute(args, colour_set):
     process = start(args("run", max_steps=2000, eval_steps=0, save_steps=2), 2)
     wait_for_step(colour_set / "run", 3, process)

@@ -194,6 +194,36 @@ def test_the_best_checkpoint_is_saved_marked_and_kept(args, colour_set):
     assert (run / best["checkpoint"]).exists()
 
 
+def test_going_back_sets_later_checkpoints_aside(args, colour_set):
+    run = colour_set / "run"
+    assert train(args("run", max_steps=6)) == 0
+    argv = ["--resume", str(run / "checkpoint-2"), "--max-steps", "3", "--save-total-limit", "1"]
+    assert train([*argv, "--allow-changed-args"]) == 0
+    names = {
+        path.name.rsplit("-", 1)[0] if "abandoned" in path.name else path.name for path in run.glob("*checkpoint-*")
+    }
+    assert {"checkpoint-3", "abandoned-checkpoint-4", "abandoned-checkpoint-6"} <= names
+    assert not {"checkpoint-4", "checkpoint-6"} & names and not (run / "eval_step4.json").exists()
+    assert [row["step"] for row in metrics(run) if "train/loss" in row] == [1, 2, 3]
+
+
+def test_another_measure_on_resume_forgets_the_old_best(args, colour_set, capsys):
+    run = colour_set / "run"
+    assert train(args("run", max_steps=6, save_steps=2)) == 0
+    assert train(["--resume", str(run / "checkpoint-4"), "--best-metric", "loss"]) == 0
+    best = json.loads((run / "best.json").read_text())
+    values = {row["step"]: row["eval/loss"] for row in metrics(run) if "eval/loss" in row}
+    assert best["metric"] == "loss" and best["value"] == values[best["step"]] == min(values[4], values[6])
+    assert "earlier bests do not count" in capsys.readouterr().out
+
+
+def test_max_steps_below_the_checkpoint_is_one_sentence(args, colour_set, capsys):
+    assert train(args("run")) == 0
+    argv = ["--resume", str(colour_set / "run" / "checkpoint-4"), "--max-steps", "2", "--allow-changed-args"]
+    assert train(argv) == 1
+    assert "beyond --max-steps 2" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------- equivalence classes
 
 

@@ -1,0 +1,173 @@
+"""Embeddings kept as they are made, found again by the content they were made from.
+
+A store is one folder for one model, adapter and set of limits. Each process appends to a shard of its own, batch by
+batch: `NAME.vectors` (n x D fp32) first, then `NAME.keys` (n x 16 bytes). What a kill tears off at the end of either
+file is not counted, so that at most one batch of each process is embedded twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from contrastors.biqwen3 import BiQwen3
+from contrastors.data import ItemDataset, load_items
+from contrastors.distributed import World, barrier, from_main
+from contrastors.records import dump_json, write_text
+
+FORMAT = 1
+KEY_BYTES = 16
+
+
+def text_key(text: str) -> bytes:
+    """Returns the key of a query's text."""
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+
+class EmbeddingMatrix:
+    """Embeddings of a list of keys; a slice reads these rows from the shards, so memory holds no more of them.
+
+    Args:
+        shards: (n, D) memory maps.
+        places: (len, 2) shard and row of each embedding.
+        size: D.
+    """
+
+    def __init__(self, shards: Sequence[np.ndarray], places: np.ndarray, size: int):
+        self._shards, self._places = shards, places
+        self.shape = (len(places), size)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice | Sequence[int]) -> np.ndarray:
+        """Returns the (rows, D) fp32 embeddings of a slice or list of rows, a copy."""
+        places = self._places[rows]
+        vectors = np.empty((len(places), self.shape[1]), dtype=np.float32)
+        for shard in np.unique(places[:, 0]):
+            chosen = places[:, 0] == shard
+            vectors[chosen] = self._shards[shard][places[chosen, 1]]
+        return vectors
+
+
+class EmbeddingStore:
+    """Embeddings of one kind by one model, on disk.
+
+    Args:
+        folder: `--embeddings-dir`, shared by many stores.
+        identity: Everything the numbers depend on beside the content; another value is another store.
+        size: D.
+    """
+
+    def __init__(self, folder: str | Path, identity: dict[str, Any], size: int):
+        text = dump_json(identity | {"format": FORMAT, "embedding_size": size}, indent=1) + "\n"
+        self.folder = Path(folder) / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        self.size = size
+        self._identity = text
+        self._shards: list[np.ndarray] = []
+        self._places: dict[bytes, tuple[int, int]] = {}
+        self._files: tuple[Any, Any] | None = None
+
+    def scan(self) -> None:
+        """Looks up what all processes have written so far."""
+        self._shards, self._places = [], {}
+        for file in sorted(self.folder.glob("*.keys")):
+            keys = file.read_bytes()
+            vectors = file.with_suffix(".vectors")
+            num_rows = min(len(keys) // KEY_BYTES, vectors.stat().st_size // (4 * self.size))
+            if not num_rows:
+                continue
+            for row in range(num_rows):
+                key = keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
+                self._places.setdefault(key, (len(self._shards), row))
+            self._shards.append(np.memmap(vectors, dtype="<f4", mode="r", shape=(num_rows, self.size)))
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
+
+    def matrix(self, keys: Sequence[bytes]) -> EmbeddingMatrix:
+        """Returns the embeddings of these keys.
+
+        Raises:
+            ValueError: `scan` has not found all of them.
+        """
+        num_missing = sum(key not in self for key in keys)
+        if num_missing:
+            raise ValueError(
+                f"{self.folder}: {num_missing} embeddings of other ranks are not here; --embeddings-dir must be "
+                "a folder that all ranks share"
+            )
+        places = np.array([self._places[key] for key in keys], dtype=np.int64).reshape(-1, 2)
+        return EmbeddingMatrix(self._shards, places, self.size)
+
+    def append(self, keys: Sequence[bytes], vectors: np.ndarray) -> None:
+        """Writes one batch through to the disk; vectors before keys, so that a key never lacks its vector."""
+        if self._files is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not (self.folder / "identity.json").exists():
+                write_text(self.folder / "identity.json", self._identity)
+            name = uuid.uuid4().hex  # never an older shard: its end may be torn, or another process writes there
+            self._files = tuple(open(self.folder / f"{name}.{kind}", "wb") for kind in ("vectors", "keys"))
+        for file, data in zip(self._files, (vectors.astype("<f4").tobytes(), b"".join(keys)), strict=True):
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Closes the shard of this process."""
+        for file in self._files or ():
+            file.close()
+        self._files = None
+
+
+@torch.no_grad()
+def embed_missing(
+    model: BiQwen3,
+    dataset: ItemDataset,
+    keys: Sequence[bytes],
+    store: EmbeddingStore,
+    world: World,
+    batch_size: int,
+    num_workers: int,
+    on_progress: Callable[[int], None] = lambda n: None,
+) -> int:
+    """Embeds what the store lacks, each rank its share of whole batches; returns the number of items of all ranks.
+
+    The batches do not depend on the number of ranks, nor on where an earlier run was stopped. Collective: every rank
+    must call it, with equal arguments.
+
+    Args:
+        model: In eval mode, or dropout would blur the vectors.
+        dataset: Queries or documents.
+        keys: Key of each item, all different.
+        store: In a folder that all ranks share; the main rank's is scanned afterwards.
+        world: Ranks.
+        batch_size: Items of one forward.
+        num_workers: Loader processes of this rank.
+        on_progress: Called with the number of items after each batch of this rank.
+    """
+    assert not model.training, "embed_missing() needs model.eval()"
+    if world.is_main:
+        store.scan()
+    missing = from_main([place for place, key in enumerate(keys) if key not in store] if world.is_main else None)
+    starts = range(world.rank * batch_size, len(missing), world.size * batch_size)
+    batches = [missing[start : start + batch_size] for start in starts]
+    places = [place for batch in batches for place in batch]
+    for batch, inputs in zip(
+        batches, load_items(dataset, places, batch_size, num_workers, world.device) if places else (), strict=True
+    ):
+        (chunk,) = inputs.to(world.device).chunks(len(inputs))
+        store.append([keys[place] for place in batch], model(**chunk).float().cpu().numpy())
+        on_progress(len(batch))
+    store.close()
+    barrier()
+    if world.is_main:
+        store.scan()
+    return len(missing)

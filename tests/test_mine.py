@@ -1,0 +1,838 @@
+"""mine_hard_negatives.py: known answers, positives that are never negatives, filters, services, ranks and stops."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from contrastors.data import ItemDataset
+from contrastors.distributed import World
+from contrastors.evaluation import embed
+from contrastors.loading import load_encoder
+from contrastors.negatives import FILTER_MODES, Hit, Positive, choose_negatives
+from contrastors.records import read_pairs
+from mine_hard_negatives import main
+from tests.conftest import write_rows
+from tests.judge_server import Played
+from tests.runs import environment, finish
+from tests.search_server import SearchServer, index_of
+
+ROOT = Path(__file__).resolve().parent.parent
+WORLD = World(0, 1, torch.device("cpu"))
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def flags_of(folder: Path, checkpoint: Path, **flags: object) -> list[str]:
+    """A quick run over 12 coloured tiles; a flag set to None is left out, True is a switch."""
+    defaults = {
+        "input": folder / "rows.jsonl", "output": folder / "hn.jsonl", "model": checkpoint, "max_num_visual_tokens": 16,
+        "num_workers": 0, "device": "cpu", "batch_size": 4, "num_negatives": 3,
+    }  # fmt: skip
+    argv: list[str] = []
+    for name, value in (defaults | flags).items():
+        if value is not None:
+            argv += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+    return argv
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    """Starts Python in a process group of its own."""
+    pipe, env = subprocess.PIPE, environment(PYTHONPATH=str(ROOT))
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
+
+
+@pytest.fixture
+def mine(colour_set, tiny_model):
+    """Runs the script in this process; returns the rows and the stats."""
+
+    def run(**flags: object) -> tuple[list[dict], dict]:
+        argv = flags_of(colour_set, tiny_model, **flags)
+        assert main(argv) == 0
+        output = Path(argv[argv.index("--output") + 1])
+        stats = json.loads(Path(f"{str(output).removesuffix('.jsonl')}.stats.json").read_text())
+        assert stats["completed"]
+        check_counts(stats)
+        return read(output), stats
+
+    return run
+
+
+def check_counts(stats: dict) -> None:
+    """Every row and every candidate is accounted for."""
+    rows, funnel = stats["rows"], Counter(stats["funnel"])
+    assert rows["input"] == rows["written"] + rows["bad"] + rows["failed"]
+    dropped = sum(funnel[f"dropped_by_{mode}"] for mode in FILTER_MODES)
+    assert funnel["retrieved"] == funnel["positives"] + funnel["copies"] + dropped + funnel["kept"]
+    assert funnel["kept"] == funnel["written"] + funnel["surplus"]
+
+
+def embed_all(model: Path, kind: str, sources: list[str], dtype: str = "fp32") -> np.ndarray:
+    """Embeddings by another way than the script's store."""
+    encoder = load_encoder(str(model), None, WORLD, dtype, 16, 512)
+    dataset = ItemDataset(encoder.processor, kind, list(map(str, sources)), 2**30)
+    return embed(encoder.model, dataset, WORLD, 3, 0).numpy()
+
+
+@pytest.fixture
+def known(colour_set, tiny_model):
+    """Names of the tiles, and the similarities of all queries to all of them, computed plainly."""
+    rows = read(colour_set / "rows.jsonl")
+    names = [row["chunk_path"] for row in rows]
+    queries = embed_all(tiny_model, "query", [row["query"] for row in rows])
+    return names, queries @ embed_all(tiny_model, "document", [colour_set / name for name in names]).T
+
+
+def same_but_scores(first: list[dict], second: list[dict], tolerance: float = 1e-5) -> None:
+    """Compares rows whose scores may differ in their last digits."""
+
+    def strip(row):
+        entries = [{k: v for k, v in entry.items() if k != "score"} for entry in row["retrieve_top20"]]
+        return row | {"retrieve_top20": entries, "positive_score": None}
+
+    assert list(map(strip, first)) == list(map(strip, second))
+    for a, b in zip(first, second, strict=True):
+        assert a["positive_score"] == pytest.approx(b["positive_score"], abs=tolerance)
+        scores = [[entry["score"] for entry in row["retrieve_top20"]] for row in (a, b)]
+        assert scores[0] == pytest.approx(scores[1], abs=tolerance)
+
+
+# -------------------------------------------------------------------------------------------------------- known answers
+
+
+def test_rows_ranks_scores_and_negatives_are_those_of_the_plain_computation(mine, known, colour_set):
+    names, table = known
+    before = read(colour_set / "rows.jsonl")
+    rows, stats = mine(n_docs=5)
+    assert [{k: row[k] for k in ("query", "chunk_path")} for row in rows] == [
+        {k: row[k] for k in ("query", "chunk_path")} for row in before
+    ]
+    for number, (row, scores) in enumerate(zip(rows, table, strict=True)):
+        order = np.argsort(-scores, kind="stable").tolist()
+        entries = row["retrieve_top20"]
+        assert [entry["path"] for entry in entries] == [names[place] for place in order[:5]]
+        assert [entry["rank"] for entry in entries] == [1, 2, 3, 4, 5]
+        assert [entry["score"] for entry in entries] == pytest.approx(scores[order[:5]].tolist(), abs=1e-5)
+        assert row["neg_chunk_paths"] == [names[place] for place in order if place != number][:3]
+        position = order.index(number)
+        assert row["positive_rank"] == (position + 1 if position < 5 else None)
+        assert row["positive_score"] == pytest.approx(float(scores[number]), abs=1e-5)
+    assert any(row["positive_rank"] is None for row in rows)  # both kinds were there
+    assert stats["rows"]["positive_retrieved"] == sum(row["positive_rank"] is not None for row in rows) > 0
+    assert stats["documents"]["distinct"] == 12 and stats["queries"]["distinct"] == 12
+
+
+def test_every_other_key_and_the_order_of_rows_are_kept(mine, colour_set):
+    rows = [
+        row | {"id": n, "note": "é\u2028", "meta": {"a": [n]}} for n, row in enumerate(read(colour_set / "rows.jsonl"))
+    ]
+    text = "\ufeff" + "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in reversed(rows))  # no last newline
+    (colour_set / "rows.jsonl").write_text(text, encoding="utf-8", newline="")
+    mined, _ = mine()
+    kept = ("query", "chunk_path", "id", "note", "meta")
+    assert [{k: row[k] for k in kept} for row in mined] == [{k: row[k] for k in kept} for row in reversed(rows)]
+
+
+def test_more_negatives_than_there_are_tiles_are_written_as_they_are_and_counted(mine):
+    rows, stats = mine(num_negatives=20)
+    assert all(len(row["neg_chunk_paths"]) == 11 and len(row["retrieve_top20"]) == 12 for row in rows)
+    assert stats["rows"]["with_too_few_negatives"] == 12 and stats["rows"]["without_negatives"] == 0
+
+
+@pytest.mark.parametrize("index", ["exact", "faiss-ivf", "faiss-hnsw"])
+@pytest.mark.parametrize("size", [1, 2, 5, 12])
+def test_small_corpora_work_with_every_index(mine, colour_set, index, size):
+    """O22: min(20, corpus) entries, fewer negatives, never a document that is not there."""
+    write_rows(colour_set / "rows.jsonl", read(colour_set / "rows.jsonl")[:size])
+    rows, stats = mine(index=index)
+    for row in rows:
+        assert len(row["retrieve_top20"]) == size
+        assert len(row["neg_chunk_paths"]) == min(3, size - 1) and row["chunk_path"] not in row["neg_chunk_paths"]
+    assert stats["rows"]["without_negatives"] == (size == 1)
+
+
+def test_faiss_gives_the_rows_of_exact_search(mine, colour_set, monkeypatch):
+    pytest.importorskip("faiss")
+    monkeypatch.setattr("contrastors.index.SMALL_CORPUS", 0)
+    wanted, _ = mine(output=colour_set / "exact.jsonl")
+    for index in ("faiss-ivf", "faiss-hnsw"):
+        found, _ = mine(index=index, output=colour_set / f"{index}.jsonl")
+        same_but_scores(found, wanted)
+
+
+def test_a_query_with_four_positives_still_gets_its_negatives(mine, colour_set):
+    """O22: the positives take no places of the candidates."""
+    rows = read(colour_set / "rows.jsonl")
+    for row in rows[:4]:
+        row["query"] = "one of four"
+    write_rows(colour_set / "rows.jsonl", rows)
+    mined, _ = mine(n_docs=8, num_negatives=8)
+    positives = {row["chunk_path"] for row in rows[:4]}
+    for row in mined[:4]:
+        assert len(row["neg_chunk_paths"]) == 8 and not positives & set(row["neg_chunk_paths"])
+        assert len(row["retrieve_top20"]) == 8
+
+
+# ---------------------------------------------------------------------------------------------------- never a positive
+
+
+def write_spellings(folder: Path) -> list[dict]:
+    """O21: one page under three spellings and as a byte copy, two pages for one query."""
+    shutil.copy(folder / "c01.png", folder / "copy.png")
+    shutil.copy(folder / "c05.png", folder / "copy_of_five.png")
+    rows = [
+        {"query": "red", "chunk_path": "c00.png"},
+        {"query": "red", "chunk_path": "c01.png"},
+        {"query": "blue", "chunk_path": "./c01.png"},
+        {"query": "blue", "chunk_path": str(folder / "c02.png")},
+        {"query": "white", "chunk_path": "c02.png"},
+        *[{"query": f"more {n}", "chunk_path": f"c{n:02d}.png"} for n in range(3, 12)],
+    ]
+    write_rows(folder / "rows.jsonl", rows)
+    return rows
+
+
+def check_spellings(folder: Path, rows: list[dict]) -> None:
+    forbidden = {"red": {"c00", "c01", "copy"}, "blue": {"c01", "copy", "c02"}, "white": {"c02"}, "more 5": {"c05"}}
+    for row in rows:
+        names = [Path(path).stem for path in row["neg_chunk_paths"]]
+        assert not forbidden.get(row["query"], set()) & set(names), (row["query"], names)
+        assert len(names) == len({(folder / f"{name}.png").read_bytes() for name in names})  # no negative twice
+        assert len(names) >= 8
+
+
+def test_no_spelling_copy_or_other_positive_of_the_query_is_a_negative(mine, colour_set):
+    write_spellings(colour_set)
+    rows, stats = mine(corpus=colour_set, num_negatives=20)
+    check_spellings(colour_set, rows)
+    assert stats["documents"]["copies"] == 2 and stats["documents"]["tiles"] == 14
+
+
+def test_a_positive_that_is_a_copy_of_a_tile_has_its_rank(mine, colour_set):
+    shutil.copy(colour_set / "c00.png", colour_set / "other_name.png")
+    rows = read(colour_set / "rows.jsonl")
+    write_rows(colour_set / "corpus.jsonl", [{"chunk_path": row["chunk_path"]} for row in rows])
+    rows[0]["chunk_path"] = "other_name.png"
+    write_rows(colour_set / "rows.jsonl", rows)
+    mined, _ = mine(corpus=colour_set / "corpus.jsonl")
+    assert mined[0]["positive_rank"] is not None and "c00.png" not in mined[0]["neg_chunk_paths"]
+
+
+# -------------------------------------------------------------------------------------------------------------- filters
+
+
+def hit(path: str, score: float, documents=(), articles=()) -> Hit:
+    return Hit({"path": path, "score": score}, path, documents, articles)
+
+
+def kept(mode: str, margin: float, positive: float | None, scores: list[float]) -> list[float]:
+    hits = [hit(str(score), score) for score in scores]
+    chosen = choose_negatives(hits, {0}, Positive(0, positive), mode, margin, 20, 20, Counter())
+    return [candidate.score for candidate in chosen]
+
+
+@pytest.mark.parametrize(
+    ("mode", "margin", "positive", "scores", "wanted"),
+    [
+        ("perc", 0.95, 0.8, [0.79, 0.7601, 0.7599, 0.1], [0.7599, 0.1]),
+        ("perc", 0.95, -0.8, [-0.7, -0.83, -0.8399, -0.8401, -0.9], [-0.8401, -0.9]),
+        ("perc", 0.95, 0.0, [0.1, 0.0, -0.1], [0.0, -0.1]),
+        ("perc", 0.0, 0.8, [0.1, 0.0, -0.1], [0.0, -0.1]),
+        ("perc", 1.0, -0.5, [-0.4, -0.5, -0.6], [-0.5, -0.6]),
+        ("margin", 0.05, 0.8, [0.79, 0.76, 0.74], [0.74]),
+        ("margin", 0.05, -0.1, [-0.1, -0.14, -0.16], [-0.16]),
+        ("skip_top1", 0.0, 0.8, [0.7, 0.6, 0.5], [0.6, 0.5]),
+        ("none", 0.0, 0.8, [0.9, 0.8], [0.9, 0.8]),
+        ("perc", 0.95, None, [0.9, 0.8], [0.9, 0.8]),
+        ("margin", 0.05, None, [0.9, 0.8], [0.9, 0.8]),
+    ],
+)
+def test_filters_keep_what_the_rule_says_for_scores_of_either_sign(mode, margin, positive, scores, wanted):
+    assert kept(mode, margin, positive, scores) == wanted
+
+
+def test_skip_top1_drops_the_first_candidate_and_not_the_positive_or_a_copy():
+    hits = [hit("p", 0.9, (0,)), hit("a", 0.8), hit("a", 0.8), hit("b", 0.7)]
+    funnel: Counter[str] = Counter()
+    chosen = choose_negatives(hits, {0}, Positive(0, 0.9), "skip_top1", 0.0, 20, 20, funnel)
+    assert [candidate.entry["path"] for candidate in chosen] == ["b"]
+    assert funnel == {
+        "retrieved": 4, "positives": 1, "copies": 1, "dropped_by_skip_top1": 1, "kept": 1, "written": 1, "surplus": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "margin"), [("perc", None), ("perc", 0.999), ("margin", None), ("margin", 0.001)])
+def test_score_filters_apply_to_every_row_even_where_the_positive_was_not_retrieved(mine, known, mode, margin):
+    names, table = known
+    m = margin if margin is not None else {"perc": 0.95, "margin": 0.05}[mode]
+    rows, stats = mine(filter_mode=mode, margin=margin, n_docs=3)
+    for number, (row, scores) in enumerate(zip(rows, table, strict=True)):
+        positive = float(scores[number])
+        bound = positive - (1 - m) * abs(positive) if mode == "perc" else positive - m
+        candidates = [place for place in np.argsort(-scores, kind="stable").tolist() if place != number][:3]
+        assert row["neg_chunk_paths"] == [names[place] for place in candidates if scores[place] <= bound]
+    assert stats["rows"]["unfiltered"] == 0 and stats["rows"]["positive_retrieved"] < 12
+    assert stats["funnel"][f"dropped_by_{mode}"] > 0
+
+
+def test_the_article_filter_drops_the_article_of_the_positive(mine, colour_set):
+    tiles = [{"chunk_path": f"c{n:02d}.png", "article_id": n // 3 if n < 9 else str(n // 3)} for n in range(12)]
+    write_rows(colour_set / "corpus.jsonl", tiles)
+    rows, stats = mine(corpus=colour_set / "corpus.jsonl", filter_mode="article", num_negatives=20)
+    for number, row in enumerate(rows):
+        assert {int(path[1:3]) // 3 for path in row["neg_chunk_paths"]} == set(range(4)) - {number // 3}
+        assert all(entry["article_id"] == int(entry["path"][1:3]) // 3 or isinstance(entry["article_id"], str)
+                   for entry in row["retrieve_top20"])  # fmt: skip
+    assert stats["funnel"]["dropped_by_article"] == 24
+
+
+def test_the_article_filter_is_refused_where_no_article_is_known(tiny_model, colour_set, capsys):
+    assert main(flags_of(colour_set, tiny_model, filter_mode="article")) == 1
+    assert "no article_id is known of any positive" in capsys.readouterr().err
+    assert not (colour_set / "hn.jsonl").exists()
+
+
+# ------------------------------------------------------------------------------------------------------ corpus and rows
+
+
+def test_folder_glob_text_file_and_jsonl_are_the_same_corpus(mine, colour_set):
+    names = [f"c{n:02d}.png" for n in range(12)]
+    (colour_set / "tiles.txt").write_text("\ufeff" + "\r\n".join([*names, ""]), encoding="utf-8")
+    write_rows(colour_set / "tiles.jsonl", [{"chunk_path": name} for name in names])
+    wanted, _ = mine()
+    absolute = [
+        {**row, "neg_chunk_paths": [str(colour_set / path) for path in row["neg_chunk_paths"]],
+         "retrieve_top20": [e | {"path": str(colour_set / e["path"])} for e in row["retrieve_top20"]]}
+        for row in wanted
+    ]  # fmt: skip
+    for corpus, rows in {"tiles.txt": wanted, "tiles.jsonl": wanted, ".": absolute, "c*.png": absolute}.items():
+        found, _ = mine(corpus=colour_set / corpus if corpus != "." else colour_set, overwrite=True)
+        same_but_scores(found, rows)
+
+
+def test_a_positive_outside_of_the_corpus_is_named(tiny_model, colour_set, capsys):
+    write_rows(colour_set / "corpus.jsonl", [{"chunk_path": f"c{n:02d}.png"} for n in range(11)])
+    assert main(flags_of(colour_set, tiny_model, corpus=colour_set / "corpus.jsonl")) == 1
+    error = capsys.readouterr().err
+    assert "1 of 12 rows" in error and f"line 12: {colour_set / 'c11.png'}: is no tile of --corpus" in error
+    assert main(flags_of(colour_set, tiny_model, corpus=colour_set / "corpus.jsonl", max_bad_fraction=0.1)) == 0
+    assert len(read(colour_set / "hn.jsonl")) == 11
+    assert read(colour_set / "hn.bad_rows.jsonl")[0]["line"] == 12
+
+
+def test_bad_rows_and_bad_tiles_are_named_counted_and_limited(mine, tiny_model, colour_set, capsys):
+    rows = [*read(colour_set / "rows.jsonl"), {"query": "torn", "chunk_path": "torn.png"}]
+    write_rows(colour_set / "rows.jsonl", rows)
+    (colour_set / "torn.png").write_bytes((colour_set / "c00.png").read_bytes()[:100])
+    assert main(flags_of(colour_set, tiny_model)) == 1
+    assert "torn.png" in capsys.readouterr().err
+    mined, stats = mine(max_bad_fraction=0.1, corpus=colour_set, overwrite=True)
+    assert len(mined) == 12 and stats["rows"]["bad"] == 1 and stats["documents"]["bad_tiles"] == 1
+    assert "torn.png" in (colour_set / "hn.bad_corpus.jsonl").read_text()
+    assert not any("torn" in path for row in mined for path in row["neg_chunk_paths"])
+
+
+def test_the_same_from_any_folder_and_paths_of_the_output_find_the_same_images(colour_set, tiny_model, tmp_path):
+    """O07: an odd name written decomposed on the disk and composed in the rows; output in another folder."""
+    data = colour_set / "data"
+    data.mkdir()
+    odd = "\u00e9 #1 50%.png"
+    for n in range(12):
+        name = odd if n == 3 else f"c{n:02d}.png"
+        shutil.copy(colour_set / f"c{n:02d}.png", data / unicodedata.normalize("NFD", name))
+    shutil.copy(colour_set / "c07.png", colour_set / "out.png")
+    rows = [
+        {**row, "chunk_path": odd if n == 3 else row["chunk_path"]}
+        for n, row in enumerate(read(colour_set / "rows.jsonl"))
+    ]
+    for row in rows:
+        del row["neg_chunk_paths"]
+    write_rows(data / "rows.jsonl", rows)
+    argv = flags_of(data, tiny_model, output=colour_set / "out" / "hn.jsonl")
+    relative = ["rows.jsonl" if part == str(data / "rows.jsonl") else part for part in argv]
+    before = os.getcwd()
+    results = []
+    for folder, command in ((data, relative), (Path("/"), argv)):
+        os.chdir(folder)
+        try:
+            assert main([*command, "--overwrite"]) == 0
+        finally:
+            os.chdir(before)
+        results.append((colour_set / "out" / "hn.jsonl").read_bytes())
+    assert results[0] == results[1]
+    pairs, _ = read_pairs(colour_set / "out" / "hn.jsonl")
+    for pair, row in zip(pairs, read(colour_set / "out" / "hn.jsonl"), strict=True):
+        assert all(os.path.samefile(os.path.dirname(path), data) and os.path.exists(path)
+                   for path in (pair.positive, *pair.negatives))  # fmt: skip
+        assert row["chunk_path"].startswith("../data/")
+        assert all(entry["path"].startswith("../data/") for entry in row["retrieve_top20"])
+
+
+# --------------------------------------------------------------------------------------------------------------- images
+
+
+def test_sixteen_bit_ramps_differ_and_two_reds_are_alike(tmp_path, tiny_model):
+    """O01."""
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16)
+    Image.fromarray(np.broadcast_to(ramp, (64, 64)).copy()).save(tmp_path / "across.png")
+    Image.fromarray(np.broadcast_to(ramp[:, None], (64, 64)).copy()).save(tmp_path / "down.png")
+    Image.new("CMYK", (64, 64), (0, 255, 255, 0)).save(tmp_path / "cmyk.jpg", quality=100, subsampling=0)
+    Image.new("RGB", (64, 64), (255, 0, 0)).save(tmp_path / "rgb.png")
+    names = ["across.png", "down.png", "cmyk.jpg", "rgb.png"]
+    scores = mined_similarities(tmp_path, tiny_model, names)
+    # Clipped to white, the ramps would be one picture; random weights tell even different ones apart a little only.
+    assert scores["cmyk.jpg", "rgb.png"] > 0.9999 and scores["across.png", "down.png"] < 0.998
+
+
+def test_a_turned_photo_embeds_like_the_upright_one(tmp_path, tiny_model):
+    """O02."""
+    image = Image.new("RGB", (80, 40), "red")
+    image.paste("blue", (0, 0, 40, 40))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "tagged.png", exif=exif)
+    image.transpose(Image.Transpose.ROTATE_270).save(tmp_path / "turned.png")
+    image.save(tmp_path / "lying.png")
+    scores = mined_similarities(tmp_path, tiny_model, ["tagged.png", "turned.png", "lying.png"])
+    assert scores["tagged.png", "turned.png"] > 0.9999 > scores["tagged.png", "lying.png"]
+
+
+def mined_similarities(folder: Path, model: Path, names: list[str]) -> dict[tuple[str, str], float]:
+    """Runs mining over the files and returns the similarities of the embeddings that it kept."""
+    from contrastors.embeddings import EmbeddingStore
+    from contrastors.validation import check_image
+
+    write_rows(folder / "rows.jsonl", [{"query": name, "chunk_path": name} for name in names])
+    assert main(flags_of(folder, model)) == 0
+    encoder = load_encoder(str(model), None, WORLD, "fp32", 16, 512)
+    store = EmbeddingStore(folder / "hn.embeddings", encoder.identity_of("document"), encoder.model.embedding_size)
+    store.scan()
+    vectors = store.matrix([bytes.fromhex(check_image(str(folder / name)).content) for name in names])[:]
+    table = vectors @ vectors.T
+    return {(a, b): float(table[i, j]) for i, a in enumerate(names) for j, b in enumerate(names)}
+
+
+def test_strips_and_dots_embed_or_are_named_with_their_size(tmp_path, tiny_model, capsys):
+    """O03, with the smallest pixel budget there is."""
+    sizes = [(31, 639), (1, 1), (1, 200), (1, 201), (3, 3), (10, 2500)]
+    for width, height in sizes:
+        Image.new("RGB", (width, height), (width % 256, height % 256, 7)).save(tmp_path / f"{width}x{height}.png")
+    write_rows(tmp_path / "rows.jsonl", [{"query": f"{w} by {h}", "chunk_path": f"{w}x{h}.png"} for w, h in sizes])
+    assert main(flags_of(tmp_path, tiny_model, max_num_visual_tokens=4, max_bad_fraction=0.5)) == 0
+    bad = read(tmp_path / "hn.bad_rows.jsonl")
+    assert [Path(row["path"]).name for row in bad] == ["1x201.png", "10x2500.png"]
+    assert all("aspect ratio" in row["reason"] and row["reason"].startswith(("1x201", "10x2500")) for row in bad)
+    rows = read(tmp_path / "hn.jsonl")
+    assert len(rows) == 4 and all(math.isfinite(e["score"]) for row in rows for e in row["retrieve_top20"])
+
+
+def test_near_duplicates_in_bf16_keep_several_scores_and_no_order_of_the_file(tmp_path, tiny_model):
+    """O10: 60 tiles whose colour differs by one, the positive last and then first."""
+    names = []
+    for n in range(60):
+        names.append(f"{n:02d}.png")
+        Image.new("RGB", (32, 32), (100 + n % 4, 100 + n // 4 % 4, 100 + n // 16)).save(tmp_path / names[-1])
+    write_rows(tmp_path / "rows.jsonl", [{"query": "grey", "chunk_path": "59.png"}])
+    found = []
+    for order in (names, names[::-1]):
+        write_rows(tmp_path / "corpus.jsonl", [{"chunk_path": name} for name in order])
+        assert main(flags_of(tmp_path, tiny_model, corpus=tmp_path / "corpus.jsonl", dtype="bf16", n_docs=60,
+                             batch_size=60, overwrite=True, embeddings_dir=tmp_path / "kept")) == 0  # fmt: skip
+        found.append(read(tmp_path / "hn.jsonl")[0])
+    scores = [entry["score"] for entry in found[0]["retrieve_top20"]]
+    assert len(set(scores)) > 20 and scores == sorted(scores, reverse=True)
+    assert found[0]["positive_rank"] == found[1]["positive_rank"]
+    assert found[0]["positive_score"] == found[1]["positive_score"]
+
+
+# ------------------------------------------------------------------------------------------------- embeddings that stay
+
+
+def test_embeddings_are_made_once_for_a_model_and_its_limits_and_never_shared_beyond(
+    mine, colour_set, tiny_model, tmp_path
+):
+    where = {"embeddings_dir": colour_set / "kept", "overwrite": True}
+
+    def made(**flags) -> tuple[int, int]:
+        stats = mine(**where, **flags)[1]
+        return stats["queries"]["embedded"], stats["documents"]["embedded"]
+
+    assert made() == (12, 12) and made() == (0, 0)
+    assert made(batch_size=5, num_negatives=1, n_docs=4) == (0, 0)
+    assert made(max_num_visual_tokens=4) == (0, 12)
+    assert made(max_query_tokens=40) == (12, 0)
+    assert made(dtype="bf16") == (12, 12)
+    other = tmp_path / "other_model"
+    shutil.copytree(tiny_model, other)
+    assert made(model=other) == (0, 0)  # the same bytes elsewhere
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-4:] = np.float32(1.0).tobytes()
+    (other / "model.safetensors").write_bytes(weights)
+    assert made(model=other) == (12, 12)
+    Image.new("RGB", (64, 64), (1, 2, 3)).save(colour_set / "c04.png")
+    assert made() == (0, 1)
+
+
+def test_an_adapter_changes_the_embeddings_and_has_its_own(mine, colour_set, tiny_model, capsys):
+    from contrastors.biqwen3 import BiQwen3
+
+    model = BiQwen3.from_pretrained(str(tiny_model), [0.5] * 3, [0.5] * 3)
+    model.add_adapter(4, 8, 0.0, True)
+    torch.manual_seed(0)
+    for name, parameter in model.trainable_parameters().items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.backbone.save_pretrained(colour_set / "adapter")
+    where = {"embeddings_dir": colour_set / "kept", "overwrite": True}
+    (colour_set / "adapter" / "trainer_state.json").write_text('{"processor": {"max_num_visual_tokens": 64}}')
+    base, _ = mine(**where)
+    adapted, stats = mine(**where, adapter=colour_set / "adapter")
+    assert "was trained with --max-num-visual-tokens 64, this run has 16" in capsys.readouterr().out
+    assert stats["documents"]["embedded"] == 12 and stats["settings"]["adapter"]
+    assert [row["positive_score"] for row in base] != [row["positive_score"] for row in adapted]
+    assert mine(**where)[1]["documents"]["embedded"] == 0
+
+
+SLOWED = """
+import runpy, sys, time
+import contrastors.embeddings as embeddings
+real, log = embeddings.EmbeddingStore.append, open(sys.argv[1], "a")
+def append(self, keys, vectors):
+    print(len(keys), file=log, flush=True)  # the forward of this batch is done
+    real(self, keys, vectors)
+    time.sleep(0.3)
+embeddings.EmbeddingStore.append = append
+script, sys.argv = sys.argv[2], sys.argv[2:]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.fixture
+def one_thread():
+    """Sums in the order of a process that torchrun starts, which has one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_killed_while_embedding_and_started_again_at_most_one_batch_is_embedded_twice(
+    colour_set, tiny_model, one_thread, monkeypatch
+):
+    from contrastors.embeddings import EmbeddingStore
+
+    argv, log = flags_of(colour_set, tiny_model, batch_size=2), colour_set / "forwards.txt"
+    log.touch()
+    process = start(["-c", SLOWED, str(log), str(ROOT / "mine_hard_negatives.py"), *argv])
+    while len(log.read_text().splitlines()) < 9:  # 6 batches of queries, then tiles
+        assert process.poll() is None, finish(process)
+        time.sleep(0.02)
+    process.kill()
+    finish(process, 60)
+    assert not (colour_set / "hn.jsonl").exists()
+    forwarded = list(map(int, log.read_text().split()))
+    real = EmbeddingStore.append
+    monkeypatch.setattr(EmbeddingStore, "append", lambda *a: (forwarded.append(len(a[1])), real(*a)))
+    assert main([*argv, "--resume"]) == 0
+    assert 24 <= sum(forwarded) <= 24 + 2
+    resumed = (colour_set / "hn.jsonl").read_bytes()
+    assert main([*argv, "--overwrite", "--embeddings-dir", str(colour_set / "fresh")]) == 0
+    assert (colour_set / "hn.jsonl").read_bytes() == resumed
+
+
+def test_a_torn_shard_counts_whole_rows_with_keys_alone(tmp_path):
+    from contrastors.embeddings import EmbeddingStore, text_key
+
+    def store() -> EmbeddingStore:
+        return EmbeddingStore(tmp_path, {"model": "m"}, 4)
+
+    keys = [text_key(text) for text in "abc"]
+    written = store()
+    written.append(keys[:2], np.arange(8, dtype=np.float32).reshape(2, 4))
+    written.append(keys[2:], np.full((1, 4), 7, dtype=np.float32))
+    written.close()
+    (file,) = tmp_path.glob("*/*.keys")
+    for cut, num_kept in ((0, 3), (1, 2), (16, 2), (17, 1), (48, 0)):
+        data = file.read_bytes()
+        file.write_bytes(data[: len(data) - cut])
+        found = store()
+        found.scan()
+        assert [key in found for key in keys] == [place < num_kept for place in range(3)]
+        file.write_bytes(data)
+    whole = file.with_suffix(".vectors").read_bytes()
+    file.with_suffix(".vectors").write_bytes(whole[:-1])
+    found = store()
+    found.scan()
+    assert keys[2] not in found and found.matrix([keys[1], keys[0]])[:].tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert found.matrix([keys[1], keys[0]])[[1]].tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_processes_mine_what_one_mines_row_by_row(colour_set, tiny_model, one_thread):
+    def argv(name: str) -> list[str]:
+        return flags_of(
+            colour_set, tiny_model, output=colour_set / name, batch_size=2, filter_mode="perc", corpus=colour_set
+        )
+
+    assert main(argv("one.jsonl")) == 0
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = start([*launcher, str(ROOT / "mine_hard_negatives.py"), *argv("two.jsonl")])
+    code, text = finish(process, 120)
+    assert code == 0, text[-3000:]
+    assert (colour_set / "one.jsonl").read_bytes() == (colour_set / "two.jsonl").read_bytes()
+    shards = [file.stat().st_size // 16 for file in (colour_set / "two.embeddings").glob("*/*.keys")]
+    assert sorted(shards) == [6, 6, 6, 6]  # each rank embedded its half of the queries and of the tiles
+
+
+# -------------------------------------------------------------------------------------------------- resume and outputs
+
+
+def test_an_output_is_never_replaced_unasked(colour_set, tiny_model, capsys):
+    argv = flags_of(colour_set, tiny_model)
+    assert main(argv) == 0
+    before = (colour_set / "hn.jsonl").read_bytes()
+    assert main(argv) == 1 and "hn.jsonl exists; use --overwrite, --resume" in capsys.readouterr().err
+    assert main([*argv, "--resume"]) == 0 and "is complete; nothing to do" in capsys.readouterr().out
+    assert main([*argv, "--resume", "--num-negatives", "1"]) == 1
+    assert "had num_negatives 3, now it is 1; --overwrite starts anew" in capsys.readouterr().err
+    assert (colour_set / "hn.jsonl").read_bytes() == before
+    rows = read(colour_set / "rows.jsonl")
+    write_rows(colour_set / "rows.jsonl", rows[:-1])
+    assert main([*argv, "--resume"]) == 1 and "had input" in capsys.readouterr().err
+    assert main([*argv, "--overwrite"]) == 0 and len(read(colour_set / "hn.jsonl")) == 11
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"num_negatives": 21}, "--num-negatives 21 is more than --n-docs 20"),
+        ({"resume": True, "overwrite": True}, "give one"),
+        ({"corpus": "x", "search_api_url": "http://localhost:1"}, "the service has its own corpus"),
+        ({"index": "exact", "search_api_url": "http://localhost:1"}, "--index is idle"),
+        ({"min_positive_found": 0.1}, "acts on --search-api-url only"),
+        ({"nprobe": 3}, "--nprobe acts on"),
+        ({"margin": 0.1}, "--margin acts on --filter-mode margin or perc only, not on none"),
+        ({"margin": 1.5, "filter_mode": "perc"}, "a share of at most 1"),
+        ({"search_api_url": "localhost:1"}, "must start with http"),
+        ({"output": "rows.jsonl", "input": "rows.jsonl"}, "neither --input nor --corpus"),
+    ],
+)
+def test_flags_that_would_be_ignored_or_fail_later_are_usage_errors(colour_set, tiny_model, capsys, flags, message):
+    with pytest.raises(SystemExit) as ended:
+        main(flags_of(colour_set, tiny_model, **flags))
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_literal_control_markers_in_queries_are_text(mine, colour_set):
+    """O12."""
+    rows = read(colour_set / "rows.jsonl")
+    rows[0]["query"], rows[1]["query"] = "what does <|image_pad|> mean?", "<image> <|im_end|>"
+    write_rows(colour_set / "rows.jsonl", rows)
+    mined, _ = mine(max_query_tokens=60)
+    assert [row["query"] for row in mined[:2]] == [row["query"] for row in rows[:2]]
+
+
+def test_long_queries_are_cut_and_counted(mine, colour_set, capsys):
+    rows = read(colour_set / "rows.jsonl")
+    rows[0]["query"] = "long " * 200
+    write_rows(colour_set / "rows.jsonl", rows)
+    _, stats = mine(max_query_tokens=60)
+    assert stats["queries"]["truncated"] == 1 and "1 of 12 queries were cut" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------------------- service
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr("contrastors.search_api.retry_delay", lambda attempt, headers: 0.001)
+
+
+@pytest.fixture
+def service(colour_set, tiny_model):
+    """Returns a real search over files of the colour set, with their paths as `rename` spells them."""
+
+    def build(rename=lambda name: name, names=None, **more):
+        found = names or [f"c{n:02d}.png" for n in range(12)]
+        vectors = embed_all(tiny_model, "document", [colour_set / name for name in found])
+        return index_of(vectors, [{"path": rename(name), **more} for name in found])
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [lambda name: name, lambda name: f"./{name}", lambda name: f"/index/of/{name}", lambda name: f"{{root}}/{name}"],
+    ids=["relative", "dotted", "absolute elsewhere", "absolute here"],
+)
+def test_a_service_gives_the_rows_of_a_local_search_whatever_its_paths_look_like(mine, service, colour_set, rename):
+    wanted, _ = mine(n_docs=6)
+    with SearchServer(service(lambda name: rename(name).replace("{root}", str(colour_set)))) as server:
+        found, stats = mine(n_docs=6, search_api_url=server.url, output=colour_set / "served.jsonl")
+    for row in found:
+        row["neg_chunk_paths"] = [Path(path).name for path in row["neg_chunk_paths"]]
+        for entry in row["retrieve_top20"]:
+            entry["path"] = Path(entry["path"]).name
+    for row, other in zip(found, wanted, strict=True):
+        if other["positive_rank"] is None:
+            assert row["positive_rank"] is None and row["positive_score"] is None  # from a service it is not known
+            row["positive_score"] = other["positive_score"]
+    same_but_scores(found, wanted)
+    assert stats["search"]["calls"] == 1 and not (colour_set / "served.hits.jsonl").exists()
+
+
+def test_a_service_never_makes_a_positive_a_negative(mine, service, colour_set):
+    write_spellings(colour_set)
+    names = [*(f"c{n:02d}.png" for n in range(12)), "copy.png", "copy_of_five.png"]
+    with SearchServer(service(names=names)) as server:
+        rows, _ = mine(search_api_url=server.url, num_negatives=20)
+        assert all(request.body["n_docs"] == 22 for request in server.requests)  # two positives at most
+    check_spellings(colour_set, rows)
+
+
+def test_ids_recognise_positives_whose_paths_have_nothing_in_common(mine, service, colour_set):
+    rows = [row | {"tile_index": 0, "chunk_index": 2} for row in read(colour_set / "rows.jsonl")]
+    write_rows(colour_set / "rows.jsonl", [row | {"article_id": n} for n, row in enumerate(rows)])
+    plain = service()
+
+    def renamed(request):
+        return [
+            [{"path": f"blob/{hit['path'][1:3]}x", "score": hit["score"], "article_id": str(int(hit["path"][1:3])),
+              "tile_index": "0", "chunk_index": 2} for hit in hits]
+            for hits in plain(request)
+        ]  # fmt: skip
+
+    with SearchServer(renamed) as server:
+        mined, _ = mine(search_api_url=server.url, num_negatives=20, filter_mode="article")
+    for number, row in enumerate(mined):
+        assert row["positive_rank"] and f"blob/{number:02d}x" not in row["neg_chunk_paths"]
+        assert len(row["neg_chunk_paths"]) == 11 and row["retrieve_top20"][0]["article_id"].isdecimal()
+
+
+def test_paths_that_match_no_positive_stop_the_run_with_an_example(service, colour_set, tiny_model, capsys):
+    argv = flags_of(colour_set, tiny_model)
+    with SearchServer(service(lambda name: f"images/{name[1:]}")) as server:
+        assert main([*argv, "--search-api-url", server.url]) == 1
+    error = capsys.readouterr().err
+    assert "0 of 12 rows find a positive among 20 hits, less than --min-positive-found 0.05" in error
+    assert "for line 1 it returned images/" in error and "the row has c00.png" in error
+    assert not (colour_set / "hn.jsonl").exists()
+
+
+def test_rows_whose_positive_a_service_did_not_find_are_counted_as_unfiltered(mine, service, colour_set):
+    with SearchServer(service()) as server:
+        rows, stats = mine(search_api_url=server.url, n_docs=3, filter_mode="perc", num_negatives=2)
+    assert stats["rows"]["unfiltered"] == sum(row["positive_score"] is None for row in rows) > 0
+    assert stats["rows"]["positive_retrieved"] == sum(row["positive_rank"] is not None for row in rows) > 0
+
+
+def test_paths_of_a_service_lead_from_the_output_to_their_files_where_these_are_here(mine, service, colour_set):
+    with SearchServer(service()) as server:
+        rows, _ = mine(search_api_url=server.url, output=colour_set / "deep" / "er" / "hn.jsonl")
+    assert all(path.startswith("../../c") for row in rows for path in row["neg_chunk_paths"])
+
+
+def many_rows(folder: Path, count: int) -> None:
+    rows = [{"query": f"query {n}", "chunk_path": f"c{n % 12:02d}.png"} for n in range(count)]
+    write_rows(folder / "rows.jsonl", rows)
+
+
+def test_batches_hold_at_most_32_queries_and_every_distinct_text_once(mine, service, colour_set):
+    many_rows(colour_set, 70)
+    rows = read(colour_set / "rows.jsonl")
+    write_rows(colour_set / "rows.jsonl", rows + rows[:5])
+    with SearchServer(service()) as server:
+        mined, _ = mine(search_api_url=server.url)
+        assert [len(request.body["queries"]) for request in server.requests] == [32, 32, 6]
+    assert len(mined) == 75
+
+
+def test_a_batch_that_fails_in_the_end_fails_its_rows_by_name_and_resume_asks_for_them_alone(
+    service, colour_set, tiny_model, capsys, quick
+):
+    """No row gets an empty list because the service was away."""
+    many_rows(colour_set, 70)
+    search, broken = service(), [True]
+
+    def reply(request):
+        return Played("busy", 503) if broken[0] and len(request.body["queries"]) == 6 else search(request)
+
+    argv = flags_of(colour_set, tiny_model, max_bad_fraction=0.2)
+    with SearchServer(reply) as server:
+        argv += ["--search-api-url", server.url]
+        assert main(argv) == 0
+        assert len(read(colour_set / "hn.jsonl")) == 64 and "6 failed" in capsys.readouterr().out
+        bad = read(colour_set / "hn.bad_rows.jsonl")
+        assert [row["line"] for row in bad] == list(range(65, 71))
+        assert "its search failed: 6 tries failed, the last: answered 503 busy" in bad[0]["reason"]
+        assert not json.loads((colour_set / "hn.stats.json").read_text())["completed"]
+        broken[0], num_before = False, server.num_calls
+        assert main([*argv, "--resume"]) == 0
+        assert server.num_calls == num_before + 1
+    rows = read(colour_set / "hn.jsonl")
+    assert len(rows) == 70 and all(len(row["neg_chunk_paths"]) == 3 for row in rows)
+    assert not (colour_set / "hn.bad_rows.jsonl").exists()
+
+
+def test_a_service_that_goes_away_stops_the_run_above_the_bad_fraction(service, colour_set, tiny_model, capsys, quick):
+    many_rows(colour_set, 200)
+    search = service()
+    with SearchServer(lambda request: search(request) if request.number < 2 else Played("", 502)) as server:
+        assert main([*flags_of(colour_set, tiny_model), "--search-api-url", server.url]) == 1
+        assert server.num_calls == 2 + 6  # it does not try every further batch in vain
+    error = capsys.readouterr().err
+    assert "32 of 200 rows cannot be used" in error and "first line 65" in error and "answered 502" in error
+    assert not (colour_set / "hn.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_killed_while_searching_the_second_start_asks_only_for_the_rest(service, colour_set, tiny_model):
+    """O20."""
+    many_rows(colour_set, 32 * 5)
+    search, delay_s = service(), [0.4]
+
+    def reply(request):
+        time.sleep(delay_s[0])
+        return search(request)
+
+    with SearchServer(reply) as server:
+        argv = flags_of(colour_set, tiny_model, batch_size=64, search_api_url=server.url)
+        process = start([str(ROOT / "mine_hard_negatives.py"), *argv])
+        while server.num_calls < 3:
+            assert process.poll() is None, finish(process)
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert finish(process, 30)[0] == 130
+        delay_s[0] = 0
+        assert main([*argv, "--resume"]) == 0
+        asked = Counter(json.dumps(query) for request in server.requests for query in request.body["queries"])
+        assert len(asked) == 160 and sum(asked.values()) <= 160 + 32  # the batch in flight
+    assert len(read(colour_set / "hn.jsonl")) == 160
+    stats = json.loads((colour_set / "hn.stats.json").read_text())
+    assert stats["search"]["resumed"] >= 64 and stats["search"]["resumed"] + stats["search"]["queries"] == 160
+
+
+def test_the_report_shows_the_mined_rows(mine, colour_set):
+    page = colour_set / "page.html"
+    rows, _ = mine(report=page)
+    text = page.read_text(encoding="utf-8")
+    assert "Hard negatives of" in text and text.count("data:image") >= len(rows)
