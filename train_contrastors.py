@@ -649,7 +649,9 @@ def restore_state(args: argparse.Namespace, saved: dict[str, Any], log: RunLog) 
 
     known = {name: saved[name] for name in TrainState.__dataclass_fields__ if name in saved}
     state = TrainState(**({"run_id": uuid.uuid4().hex} | known))
-    if not args.eval_only and state.step > args.max_steps:
+    if args.eval_only:
+        return state
+    if state.step > args.max_steps:
         raise ValueError(f"the checkpoint is at step {state.step}, beyond --max-steps {args.max_steps}; raise it")
     if saved and any(absolute_args(vars(args))[name] != saved["args"][name] for name in MEASURE):
         state.best_step = state.best_value = state.evaluated_step = None

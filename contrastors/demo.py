@@ -260,13 +260,13 @@ def _mrope_section(head_dim: int) -> list[int]:
 TABLE = {
     "eval.jsonl": {
         "base": "in_batch/eval_step0.json",
-        "in-batch": "in_batch/eval_step150.json",
-        "filtered hard negatives": "hard_negatives/eval_step150.json",
+        "in-batch": "in_batch/eval_step120.json",
+        "filtered hard negatives": "hard_negatives/eval_step120.json",
     },
     "eval_hard.jsonl": {
         "base": "base_on_hard/eval_step0.json",
-        "in-batch": "in_batch_on_hard/eval_step150.json",
-        "filtered hard negatives": "hard_negatives_on_hard/eval_step150.json",
+        "in-batch": "in_batch_on_hard/eval_step120.json",
+        "filtered hard negatives": "hard_negatives_on_hard/eval_step120.json",
     },
 }
 
