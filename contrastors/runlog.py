@@ -210,9 +210,11 @@ def draw_curves(metrics_file: str | Path, picture: str | Path, names: Iterable[s
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         if points:
             series[name] = points
-    figure = Figure(figsize=(4 * max(1, len(series)), 3), layout="constrained")
+    columns = min(4, max(1, len(series)))
+    rows_of_panels = max(1, -(-len(series) // columns))
+    figure = Figure(figsize=(4 * columns, 3 * rows_of_panels), layout="constrained")
     for place, (name, points) in enumerate(series.items(), start=1):
-        axes = figure.add_subplot(1, len(series), place)
+        axes = figure.add_subplot(rows_of_panels, columns, place)
         axes.plot(*zip(*points, strict=True), marker="." if len(points) < 40 else "", linewidth=1.2)
         axes.set(title=name, xlabel="step")
         axes.grid(alpha=0.3)
