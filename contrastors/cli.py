@@ -117,6 +117,6 @@ def run_script(work: Callable[[], int]) -> int:
             # Ranks often fail together, or one after another: torchrun ends this one within these seconds, so that the
             # first rank's sentence is the only one. Where this rank alone failed, it speaks.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(2)
+            time.sleep(5)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
