@@ -476,6 +476,19 @@ def estimate(run: Run) -> dict[str, Any]:
     }
 
 
+def close(run: Run, is_first: bool) -> None:
+    """Leaves the journal and an honest summary; nothing where a first run reviewed nothing.
+
+    After a wrong key, address or model the mended command then starts as if for the first time.
+    """
+    if run.counts["num_rows_done"] < run.num_rows:
+        run.write_summary()
+    run.journal.close()
+    if is_first and not os.path.getsize(run.args.reviews_output):
+        for path in (run.args.reviews_output, run.args.summary_output):
+            os.unlink(path)
+
+
 def filter_rows(args: argparse.Namespace) -> int:
     """Does the work of the script and returns its exit code."""
     folder = args.relative_to or os.path.dirname(os.path.abspath(args.input))
@@ -525,9 +538,7 @@ def filter_rows(args: argparse.Namespace) -> int:
             )
         return code or finish(run)
     finally:
-        if run.counts["num_rows_done"] < run.num_rows:
-            run.write_summary()
-        run.journal.close()
+        close(run, is_first=earlier is None)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -189,7 +189,7 @@ def flag(name: str) -> str:
 
 def locate_checkpoint(args: argparse.Namespace) -> tuple[Path | None, dict[str, Any], list[str]]:
     """Returns the checkpoint of `--resume` (None = start anew), its state, and warnings."""
-    from contrastors.checkpoint import find_latest, read_state
+    from contrastors.checkpoint import find_latest, list_checkpoints, read_state
 
     if not args.resume:
         return None, {}, []
@@ -201,6 +201,8 @@ def locate_checkpoint(args: argparse.Namespace) -> tuple[Path | None, dict[str, 
     folder = Path(args.resume)
     if not folder.is_dir():
         raise ValueError(f"--resume {folder}: no such folder")
+    if list_checkpoints(folder):
+        raise ValueError(f"--resume {folder} is a run folder; give a checkpoint in it, or latest with --output-dir")
     return folder, read_state(folder), []
 
 
@@ -636,7 +638,10 @@ def write_summary(run: Run) -> None:
     if run.world.is_main:
         write_text(run.folder / "summary.json", dump_json(summary, indent=1) + "\n")
     if state.num_truncated:
-        run.log.say(f"{state.num_truncated} queries were cut at --max-query-tokens {run.args.max_query_tokens}")
+        run.log.say(f"queries cut at --max-query-tokens {run.args.max_query_tokens}: {state.num_truncated}")
+    if run.stop.agreed:
+        name = signal.Signals(run.stop.agreed).name
+        run.log.say(f"stopped by {name} after step {state.step}; --resume latest --output-dir {run.folder} goes on")
 
 
 def restore_state(args: argparse.Namespace, saved: dict[str, Any], log: RunLog) -> TrainState:

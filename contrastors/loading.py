@@ -50,6 +50,8 @@ def load_bi_encoder(
     Raises:
         ValueError: The checkpoint cannot be used, or not in this way.
     """
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+        raise ValueError(f"--model {model}: no such folder")
     on_cuda = device.type == "cuda"
     if attn_implementation == "flash_attention_2" and not on_cuda:
         raise ValueError(f"--attn-implementation flash_attention_2 needs cuda; this is {device}")

@@ -690,3 +690,13 @@ def test_help_is_quick_to_import():
     code = "import sys, filter_hard_negatives_vqa as s; print({'torch', 'openai', 'transformers'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+def test_a_run_that_never_reached_its_judge_leaves_nothing_in_the_way(colour_set: Path):
+    source, output = many_rows(colour_set, 3), colour_set / "out" / "kept.jsonl"
+    output.parent.mkdir()
+    with JudgeServer(lambda request: error(401, "no such key")) as server:
+        assert run(source, server, output) == 1
+    assert not list(output.parent.iterdir())
+    with JudgeServer(mixed) as server:
+        assert run(source, server, output) == 0

@@ -155,6 +155,12 @@ def test_a_typed_flag_that_equals_the_checkpoints_is_no_change(args, colour_set)
     assert train(["--resume", str(colour_set / "run" / "checkpoint-2"), "--lr", "0.01", "--num-workers", "1"]) == 0
 
 
+def test_a_run_folder_is_no_checkpoint_and_the_message_says_what_to_do(args, colour_set, capsys):
+    assert train(args("run")) == 0
+    assert train(["--resume", str(colour_set / "run")]) == 1
+    assert "is a run folder; give a checkpoint in it" in capsys.readouterr().err
+
+
 def test_resume_latest_in_an_empty_folder_starts_anew(args, colour_set):
     assert train(args("run", resume="latest")) == 0
     assert (colour_set / "run" / "checkpoint-4").exists()
@@ -354,6 +360,7 @@ REFUSED = [
     ({"max_query_tokens": 5}, 1, "at least"),
     ({"train_jsonl": "nowhere.jsonl"}, 1, "nowhere.jsonl: cannot be read"),
     ({"model": "nobody/nothing"}, 1, "--model nobody/nothing"),
+    ({"model": "./nowhere"}, 1, "--model ./nowhere: no such folder"),
     ({"device": "cuda"}, 1, "no such device"),
     ({"resume": "nowhere"}, 1, "no such folder"),
     ({"resume": "latest", "batch_size": 1}, 2, "nothing to contrast"),
