@@ -477,14 +477,14 @@ def estimate(run: Run) -> dict[str, Any]:
 
 
 def close(run: Run, is_first: bool) -> None:
-    """Leaves the journal and an honest summary; nothing where a first run reviewed nothing.
+    """Leaves the journal and an honest summary; nothing where a first run did no row.
 
     After a wrong key, address or model the mended command then starts as if for the first time.
     """
     if run.counts["num_rows_done"] < run.num_rows:
         run.write_summary()
     run.journal.close()
-    if is_first and not os.path.getsize(run.args.reviews_output):
+    if is_first and not run.counts["num_rows_done"] and not os.path.getsize(run.args.reviews_output):
         for path in (run.args.reviews_output, run.args.summary_output):
             os.unlink(path)
 
