@@ -5,15 +5,22 @@ All ranks must call a collective in the same order and with equal shapes.
 
 from __future__ import annotations
 
+import json
 import os
+import time
+import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+# A first evaluation or validation on slow storage may let ranks wait for one another for long.
+_TIMEOUT = timedelta(minutes=60)
 
 # torch 2.14 renamed the tensor form of all_gather and reduce_scatter and deprecates the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,9 +74,34 @@ def start(device_name: str) -> World:
     if size == 1:
         return World(0, 1, device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    # A first evaluation or validation on slow storage may let ranks wait for one another for long.
-    dist.init_process_group(backend, timeout=timedelta(minutes=60))
-    return World(dist.get_rank(), size, device)
+    store, rank, size = next(rendezvous("env://", timeout=_TIMEOUT))
+    fresh = dist.PrefixStore(f"attempt-{_agree_on_attempt(store, rank, size)}", store)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, timeout=_TIMEOUT)
+    return World(rank, size, device)
+
+
+def _agree_on_attempt(store: dist.Store, rank: int, size: int) -> int:
+    """Returns a number that all ranks of this start share and no earlier start used.
+
+    torchrun --max-restarts keeps one store over all attempts. Under the same keys a rank finds the addresses of an
+    attempt that is dead and waits for them (seen with torch 2.14). TORCHELASTIC_RESTART_COUNT does not tell attempts
+    apart: each agent counts its own. So rank 0 counts attempts in the store, and names in each the processes it saw.
+    """
+    name = uuid.uuid4().hex
+    if rank == 0:
+        attempt = store.add("attempt", 1)
+        store.set(f"{attempt}/all", json.dumps([store.get(f"{attempt}/{r}").decode() for r in range(1, size)]))
+        return attempt
+    deadline = time.monotonic() + _TIMEOUT.total_seconds()
+    while time.monotonic() < deadline:
+        attempt = store.add("attempt", 0)
+        store.set(f"{attempt}/{rank}", name)
+        with suppress(dist.DistStoreError):
+            store.wait([f"{attempt}/all"], timedelta(seconds=1))
+            if name in json.loads(store.get(f"{attempt}/all")):
+                return attempt
+        time.sleep(0.05)  # rank 0 of this attempt is still to come
+    raise LostRank(f"rank {rank} waited {_TIMEOUT} for rank 0 to start")
 
 
 def stop() -> None:

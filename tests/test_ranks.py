@@ -108,7 +108,6 @@ def test_a_killed_rank_ends_all_within_a_minute(args, colour_set):
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
 
 
-@pytest.mark.skipif("CI" in os.environ, reason="gloo sometimes fails to reconnect after torchrun's restart; by hand")
 def test_restarts_after_a_dead_worker_end_with_the_weights_of_an_undisturbed_run(args, colour_set):
     flags = {"max_steps": 60, "eval_steps": 0, "save_steps": 3, "resume": "latest"}
     assert run(args("whole", **flags), 2)[0] == 0
