@@ -1,11 +1,13 @@
 # make demo   the whole pipeline on a tiny model and rendered tiles
 # make test   the tests, on the CPU
+# ARMS=all    make demo also trains without the filter, and in-batch with as much compute
 # VENV=DIR    an environment to use or create (default .venv)
 
 VENV ?= .venv
 PYTHON ?= python3
 DEMO ?= demo
 SEED ?= 0
+ARMS ?=
 JOBS ?= 2
 BIN := $(VENV)/bin
 
@@ -18,7 +20,7 @@ $(BIN)/.installed: pyproject.toml
 	touch $@
 
 demo: $(BIN)/.installed
-	VENV=$(VENV) DEMO=$(DEMO) SEED=$(SEED) bash recipes/demo.sh
+	VENV=$(VENV) DEMO=$(DEMO) SEED=$(SEED) ARMS=$(ARMS) bash recipes/demo.sh
 
 # One thread a process: two processes share two cores, and gloo ranks must not fight over them.
 test: $(BIN)/.installed

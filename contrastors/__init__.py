@@ -1,12 +1,12 @@
 """The library behind the scripts: flat modules, imports point down the floors.
 
-floor 0, no torch    records, images, validation, metrics, runlog, cli
+floor 0, no torch    records, images, validation, metrics, comparison, plots, runlog, cli
                      mining: corpus, negatives, search_api, served
                      the judge: vlm, vlm_messages, verdicts, candidates, reviews, report, demo_judge
                      publishing: shards, datacard, splits, sources
 floor 1, torch       rand_state, distributed, logit_scale, pixels, index
 floor 2              loss, biqwen3, processing
-floor 3              data, evaluation, checkpoint, loading, embeddings, mining, demo
+floor 3              data, evaluation, checkpoint, loading, embeddings, mining, gates, demo
 
 `docs/design.md` tells the way of a batch through them. This file imports nothing, so that `--help` stays quick.
 """

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from contrastors.biqwen3 import BiQwen3
@@ -29,6 +29,8 @@ from contrastors.runlog import cut_metrics
 
 ADAPTER_FILE, STATE_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "trainer_state.json", "optimizer.pt"
 SCALE_FILE, BEST_FILE = "logit_scale.safetensors", "best.json"
+# Of adapters that were trained inside Qwen3VLForConditionalGeneration; ours are trained on its `model`.
+GENERATION_PREFIX = "base_model.model.model."
 FILES = (ADAPTER_FILE, "adapter_config.json", SCALE_FILE, OPTIMIZER_FILE, "README.md", STATE_FILE)
 RUN_FILES = (
     "metrics.jsonl", BEST_FILE, "curves.png", "train.log", "args.json", "env.json", "summary.json", "eval_step*.json",
@@ -105,17 +107,34 @@ def read_back(model: BiQwen3, folder: str | Path, must_have_moved: bool) -> None
         must_have_moved: Require that some B matrix is not zero (true from step 1 on).
 
     Raises:
-        BadCheckpoint: Keys or values differ, or every B matrix is still zero.
+        BadCheckpoint: Keys or values differ, a value is not finite, or every B matrix is still zero.
     """
     saved, held = load_file(Path(folder) / ADAPTER_FILE), adapter_tensors(model)
     wrong = sorted(saved.keys() ^ held.keys())
     if wrong:
         raise BadCheckpoint(f"{folder}: {len(wrong)} adapter keys do not match this model, first {wrong[0]}")
+    broken = [key for key, value in saved.items() if not value.isfinite().all()]
+    if broken:
+        raise BadCheckpoint(f"{folder}: {len(broken)} adapter tensors are not finite, first {broken[0]}")
     differing = [key for key, value in held.items() if not torch.equal(saved[key], value.cpu())]
     if differing:
         raise BadCheckpoint(f"{folder}: {len(differing)} adapter tensors differ from memory, first {differing[0]}")
     if must_have_moved and not any(saved[key].any() for key in saved if ".lora_B." in key):
         raise BadCheckpoint(f"{folder}: every B matrix is zero after training: the adapter received no gradient")
+
+
+def _refuse_generation_keys(folder: Path) -> None:
+    """Refuses an adapter that PEFT would load with no more than a warning, and without effect."""
+    try:
+        with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
+            keys = list(file.keys())
+    except SafetensorError as error:
+        raise BadCheckpoint(f"{folder}: {ADAPTER_FILE} cannot be read ({error})") from error
+    if keys and all(key.startswith(GENERATION_PREFIX) for key in keys):
+        raise BadCheckpoint(
+            f"{folder}: its keys carry one more `model.` level, as for Qwen3VLForConditionalGeneration (ms-swift saves "
+            "such adapters); here it would have no effect"
+        )
 
 
 def load_adapter(model: BiQwen3, folder: str | Path, trainable: bool) -> dict[str, int]:
@@ -128,6 +147,7 @@ def load_adapter(model: BiQwen3, folder: str | Path, trainable: bool) -> dict[st
     for name in (ADAPTER_FILE, "adapter_config.json"):
         if not (folder / name).is_file():
             raise BadCheckpoint(f"{folder}: {name} is missing, so this is no adapter")
+    _refuse_generation_keys(folder)
     try:
         model.backbone = PeftModel.from_pretrained(model.backbone, str(folder), is_trainable=trainable)
     except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -352,6 +372,35 @@ def clear_results(run_folder: Path) -> None:
 def load_scale(folder: Path, logit_scale: LogitScale) -> None:
     """Loads the logit scale of a checkpoint."""
     logit_scale.load_state_dict(load_file(folder / SCALE_FILE))
+
+
+def read_args(folder: str | Path) -> dict[str, Any]:
+    """Returns the flags that an adapter was trained with; of a foreign PEFT adapter at least its base model.
+
+    Raises:
+        BadCheckpoint: A file is broken, or the folder holds no adapter.
+    """
+    found: dict[str, Any] = {}
+    for name in ("adapter_config.json", STATE_FILE):
+        path = Path(folder) / name
+        if not path.is_file():
+            if name != STATE_FILE:
+                raise BadCheckpoint(f"{folder}: {name} is missing, so this is no adapter")
+            continue
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+            found |= held["args"] if name == STATE_FILE else {"model": held.get("base_model_name_or_path")}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise BadCheckpoint(f"{path}: cannot be read ({error})") from error
+    return found
+
+
+def read_temperature(folder: str | Path) -> float:
+    """Returns the temperature that an adapter has learned, the default of 0.07 where its folder does not tell."""
+    logit_scale = LogitScale(0.07)
+    if (Path(folder) / SCALE_FILE).is_file():
+        load_scale(Path(folder), logit_scale)
+    return logit_scale.temperature
 
 
 def model_card(args: argparse.Namespace, step: int, temperature: float, tables: dict[str, dict[str, float]]) -> str:

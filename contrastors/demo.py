@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import sys
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from contrastors.demo_judge import hash_pixels
-from contrastors.records import atomic_output, write_jsonl
+from contrastors.records import atomic_output, read_jsonl, write_jsonl
 
 TILE = 128
 HEADERS = ("red", "blue", "green", "orange", "purple", "brown", "black")
@@ -257,43 +256,56 @@ def _mrope_section(head_dim: int) -> list[int]:
     return [head_dim // 2 - 2 * side, side, side]
 
 
-TABLE = {
-    "eval.jsonl": {
-        "base": "in_batch/eval_step0.json",
-        "in-batch": "in_batch/eval_step120.json",
-        "filtered hard negatives": "hard_negatives/eval_step120.json",
-    },
-    "eval_hard.jsonl": {
-        "base": "base_on_hard/eval_step0.json",
-        "in-batch": "in_batch_on_hard/eval_step120.json",
-        "filtered hard negatives": "hard_negatives_on_hard/eval_step120.json",
-    },
-}
+def filter_quality(folder: Path) -> dict[str, int]:
+    """Returns counts of what mining put among the negatives and what the filter made of it, after `make demo`.
+
+    A false negative is a tile that shows what the query asks for: in this data a twin of the positive.
+
+    Args:
+        folder: Folder of the demo, with mined.jsonl and filtered.reviews.jsonl.
+    """
+    shown = {Path(row["chunk_path"]).name: row["query"] for row in _rows(folder / "data" / "facts.jsonl")}
+    counts = dict.fromkeys(
+        ("rows", "rows_with_false_negative", "false_negatives_judged", "false_negatives_removed",
+         "true_negatives_judged", "true_negatives_lost"), 0
+    )  # fmt: skip
+    for row in _rows(folder / "mined.jsonl"):
+        counts["rows"] += 1
+        answers = [shown[Path(path).name] == row["query"] for path in row["neg_chunk_paths"]]
+        counts["rows_with_false_negative"] += any(answers)
+    for review in _rows(folder / "filtered.reviews.jsonl"):
+        answers, dropped = shown[Path(review["path"]).name] == review["query"], review["verdict"] == "CORRECT"
+        counts["false_negatives_judged" if answers else "true_negatives_judged"] += 1
+        counts["false_negatives_removed" if answers else "true_negatives_lost"] += dropped
+    return counts
 
 
-def print_table(folder: Path, out: Any = sys.stdout) -> None:
-    """Prints base against trained from the evaluation summaries that `make demo` left under `folder`."""
-    columns = ("recall@1", "recall@5", "recall@10", "mrr")
-    out.write(f"{'':42}" + "".join(f"{name:>20}" for name in columns) + "\n")
-    for title, rows in TABLE.items():
-        for who, file in rows.items():
-            found = json.loads((folder / file).read_text(encoding="utf-8"))
-            cells = [f"{found[c]:.3f} [{found[c + '_low']:.2f}, {found[c + '_high']:.2f}]" for c in columns]
-            out.write(f"{title:17}{who:25}" + "".join(f"{cell:>20}" for cell in cells) + "\n")
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [record.data for record in read_jsonl(file)]
+
+
+def print_filter_quality(folder: Path, out: Any = sys.stdout) -> None:
+    """Prints what `filter_quality` counts."""
+    found = filter_quality(folder)
+    out.write(
+        f"mined: {found['rows_with_false_negative']} of {found['rows']} rows have a false negative among their first "
+        f"two\nfilter: removed {found['false_negatives_removed']} of {found['false_negatives_judged']} false negatives "
+        f"that it looked at, and lost {found['true_negatives_lost']} of {found['true_negatives_judged']} true ones\n"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Makes the parts of the demo, or prints its table."""
+    """Makes the parts of the demo, or counts what its filter did."""
     parser = argparse.ArgumentParser(
         prog="python -m contrastors.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the demo")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tiles and of the random weights")
-    parser.add_argument("--table", action="store_true", help="print the table of a finished `make demo` instead")
+    parser.add_argument("--filter-quality", action="store_true", help="count what a finished `make demo` filtered")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing demo")
     args = parser.parse_args(argv)
-    if args.table:
-        print_table(args.output)
+    if args.filter_quality:
+        print_filter_quality(args.output)
         return 0
     if (args.output / "model").exists() and not args.overwrite:
         parser.error(f"{args.output}/model exists; use --overwrite or another --output")

@@ -31,7 +31,7 @@ class EvalSet:
         positives: Document numbers of each query, sorted.
         documents: The corpus: positives and listed negatives.
         bad_rows: Skipped, since the positive cannot be used.
-        num_bad_negatives: Listed negatives that cannot be read, so that the corpus lacks them.
+        num_bad_negatives: Listed negatives, and further images of a corpus, that cannot be read: the corpus lacks them.
     """
 
     queries: list[str]
@@ -41,8 +41,14 @@ class EvalSet:
     num_bad_negatives: int = 0
 
 
-def build_eval_set(pairs: Sequence[Pair], facts: dict[str, ImageFact]) -> EvalSet:
-    """Returns the queries and the corpus of an evaluation file."""
+def build_eval_set(pairs: Sequence[Pair], facts: dict[str, ImageFact], more: Sequence[str] = ()) -> EvalSet:
+    """Returns the queries and the corpus of an evaluation file.
+
+    Args:
+        pairs: Its rows.
+        facts: Of every image.
+        more: Images that join the corpus.
+    """
     table = DocumentTable(facts)
     bad_rows: list[BadRow] = []
     num_bad = 0
@@ -54,6 +60,7 @@ def build_eval_set(pairs: Sequence[Pair], facts: dict[str, ImageFact]) -> EvalSe
         else:
             positives.setdefault(pair.query, set()).add(number)
         num_bad += sum(table.number(path) == NO_DOCUMENT for path in pair.negatives)
+    num_bad += sum(table.number(path) == NO_DOCUMENT for path in more)
     return EvalSet(list(positives), [sorted(numbers) for numbers in positives.values()], table, bad_rows, num_bad)
 
 

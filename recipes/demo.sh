@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The demo: make a tiny checkpoint and tiles, train in-batch on two ranks, mine hard negatives with that adapter, filter them with the
-# demo judge over HTTP, train again from the base with what is left, compare base and both adapters.
-# VENV, DEMO and SEED come from the Makefile.
+# demo judge over HTTP, train again from the base with what is left, compare base and both adapters, export the better one.
+# VENV, DEMO, SEED and ARMS come from the Makefile.
 set -euo pipefail
 python="$VENV/bin/python"
 started=$SECONDS
@@ -43,17 +43,31 @@ kill $judge
 say "training with the filtered hard negatives, from the base"
 "${train[@]}" --train-jsonl "$DEMO/filtered.jsonl" --num-hard-negatives 2 --output-dir "$DEMO/hard_negatives"
 
-say "evaluating on the hard set: 300 tiles, four siblings in each of 75 topics"
-measure=("$python" train_contrastors.py --eval-only --overwrite --eval-jsonl "$data/eval_hard.jsonl" --num-workers 2)
-"${measure[@]}" --model "$DEMO/model" --output-dir "$DEMO/base_on_hard"
-for run in in_batch hard_negatives; do
-  "${measure[@]}" --resume "$DEMO/$run/checkpoint-120" --output-dir "$DEMO/${run}_on_hard"
+adapters=(--adapter "$DEMO/in_batch/checkpoint-120" --adapter "$DEMO/hard_negatives/checkpoint-120")
+if [ "$ARMS" = all ]; then
+  say "two more arms: in-batch with the compute of hard negatives, and hard negatives without the filter"
+  "${train[@]}" --train-jsonl "$data/train.jsonl" --output-dir "$DEMO/in_batch_longer" --max-steps 300 --warmup-steps 30
+  "${train[@]}" --train-jsonl "$DEMO/mined.jsonl" --num-hard-negatives 2 --output-dir "$DEMO/unfiltered"
+  adapters+=(--adapter "$DEMO/in_batch_longer/checkpoint-300" --adapter "$DEMO/unfiltered/checkpoint-120")
+fi
+
+say "what the filter removed"
+"$python" -m contrastors.demo --output "$DEMO" --filter-quality
+
+say "base against adapters: unseen tiles, then the hard set of 300 tiles, four siblings in each of 75 topics"
+for name in eval eval_hard; do
+  "$python" verify_embeddings.py --overwrite "${adapters[@]}" --eval-jsonl "$data/$name.jsonl" --num-workers 1 \
+    --output "$DEMO/verify_$name.json" --plot "$DEMO/verify_$name.png"
 done
 
-say "results"
-"$python" -m contrastors.demo --output "$DEMO" --table
-echo
+say "exporting the better adapter for sentence-transformers, and reading it back"
+"$python" -m contrastors.export --overwrite --adapter "$DEMO/hard_negatives/checkpoint-120" --format sentence-transformers \
+  --output "$DEMO/export"
+
+say "done"
 echo "curves   $DEMO/hard_negatives/curves.png"
+echo "plot     $DEMO/verify_eval_hard.png"
 echo "look at  $DEMO/filtered.html"
 echo "adapter  $DEMO/hard_negatives/checkpoint-120"
+echo "export   $DEMO/export"
 echo "$((SECONDS - started)) s"

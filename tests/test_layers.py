@@ -20,14 +20,14 @@ FLOORS = {
     "records": 0, "images": 0, "validation": 0, "metrics": 0, "runlog": 0, "cli": 0,
     "shards": 0, "datacard": 0, "splits": 0, "sources": 0,
     "candidates": 0, "verdicts": 0, "vlm_messages": 0, "vlm": 0, "reviews": 0, "report": 0, "corpus": 0,
-    "search_api": 0, "demo_judge": 0, "negatives": 0, "served": 0,
+    "search_api": 0, "demo_judge": 0, "negatives": 0, "served": 0, "comparison": 0, "plots": 0,
     # 1: torch
     "rand_state": 1, "distributed": 1, "logit_scale": 1, "pixels": 1, "index": 1,
     # 2
     "loss": 2, "biqwen3": 2, "processing": 2,
     # 3
     "data": 3, "evaluation": 3, "checkpoint": 3, "demo": 3, "loading": 3, "embeddings": 3,
-    "mining": 3,
+    "mining": 3, "gates": 3,
 }  # fmt: skip
 # Imports within a floor are a smell; these are all there are. records and images are the ground that floor 0 stands on.
 SAME_FLOOR = {
@@ -41,7 +41,7 @@ SAME_FLOOR = {
     ("corpus", "records"), ("demo_judge", "images"), ("demo_judge", "records"), ("search_api", "vlm"),
     ("served", "candidates"), ("served", "negatives"), ("served", "records"),
     ("evaluation", "data"), ("embeddings", "data"), ("mining", "data"), ("mining", "embeddings"),
-    ("loading", "checkpoint"),
+    ("loading", "checkpoint"), ("comparison", "metrics"), ("plots", "metrics"), ("plots", "records"),
 }  # fmt: skip
 MODULES = sorted({path.stem for path in LIBRARY.glob("*.py")} - {"__init__"})
 HEAVY = ("torch", "torchvision", "transformers", "peft", "accelerate", "safetensors", "datasets")

@@ -1,0 +1,90 @@
+"""Paired comparison of two models on the same queries: intervals of the difference, tests, and a plain sentence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from contrastors.metrics import bootstrap_interval
+
+ALPHA = 0.05  # of the tests; the intervals are its 95 % counterparts
+# Higher is better in all of them.
+COMPARED = (
+    "recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "positive_similarity", "hardest_negative", "margin"
+)  # fmt: skip
+NOT_A_GOAL = ("positive_similarity", "hardest_negative")  # a shift of all cosines is neither better nor worse
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One metric of two models.
+
+    Attributes:
+        metric: Its name.
+        num_queries: Queries that both models have a value for.
+        difference: Mean of the second minus mean of the first.
+        low: Lower end of its 95 % interval (bootstrap over queries).
+        high: Upper end.
+        p_value: Of McNemar's exact test for recall; None for other metrics, where the interval decides.
+        verdict: better, worse, higher, lower, or not distinguishable at n = ...
+    """
+
+    metric: str
+    num_queries: int
+    difference: float
+    low: float
+    high: float
+    p_value: float | None
+    verdict: str
+
+
+def mcnemar_p(first: np.ndarray, second: np.ndarray) -> float:
+    """Returns the two-sided p-value of McNemar's exact test: among queries where the models differ, is it a fair coin?
+
+    Values between 0 and 1 (a positive within a tie) count for the side that is higher.
+
+    Args:
+        first: (Q,) hits of one model, 0 to 1.
+        second: (Q,) hits of the other on the same queries.
+
+    Source: McNemar, "Note on the sampling error of the difference between correlated proportions", 1947.
+    """
+    wins, losses = int((second > first).sum()), int((second < first).sum())
+    count = wins + losses
+    # Sum of binomial(count, 1/2) up to the smaller side, by logarithms: thousands of queries overflow no float.
+    terms = (
+        math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) for k in range(min(wins, losses) + 1)
+    )
+    tail = math.fsum(math.exp(term - count * math.log(2)) for term in terms)
+    return min(1.0, 2 * tail)
+
+
+def compare(metric: str, first: np.ndarray, second: np.ndarray) -> Comparison:
+    """Returns how the second model does against the first on one metric.
+
+    Args:
+        metric: Name; recall gets McNemar's test, the rest is decided by the interval.
+        first: (Q,) values of one model, one a query; NaN = none.
+        second: (Q,) values of the other, the same queries in the same order.
+
+    Raises:
+        ValueError: No query has a value of both.
+    """
+    both = np.isfinite(first) & np.isfinite(second)
+    first, second = np.asarray(first, np.float64)[both], np.asarray(second, np.float64)[both]
+    if not len(first):
+        raise ValueError(f"{metric}: no query has a value of both models")
+    difference = second - first
+    low, high = bootstrap_interval(difference)
+    p_value = mcnemar_p(first, second) if metric.startswith("recall@") else None
+    differs = p_value < ALPHA if p_value is not None else low > 0 or high < 0
+    mean = float(difference.mean())
+    if not differs:
+        verdict = f"not distinguishable at n = {len(first)}"
+    elif metric in NOT_A_GOAL:
+        verdict = "higher" if mean > 0 else "lower"
+    else:
+        verdict = "better" if mean > 0 else "worse"
+    return Comparison(metric, len(first), mean, low, high, p_value, verdict)
