@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from contrastors.processing import BiQwen3Processor
 
 REQUIRABLE = tuple(name for name in COMPARED if name not in ("positive_similarity", "hardest_negative"))
+BETWEEN_ADAPTERS = ("recall@1", "mrr")
 BASE = "base"
 NUM_PROBES = 6  # queries and images of the gates; they are embedded one by one
 SETTINGS = ("model", "max_num_visual_tokens", "max_query_tokens")  # what verify takes from the adapters themselves
@@ -294,7 +295,22 @@ def report_adapter(base: Measured, measured: Measured) -> None:
         say(f"  OFF: {text}")
 
 
-def write_report(run: Verification, models: list[Measured], official: dict[str, float]) -> None:
+def compare_adapters(adapters: list[Measured]) -> list[dict[str, Any]]:
+    """Returns, and prints, how each adapter does against each one named before it."""
+    found = []
+    for second, first in ((b, a) for place, b in enumerate(adapters) for a in adapters[:place]):
+        say(f"\n{second.name} against {first.name}")
+        for metric in BETWEEN_ADAPTERS:
+            one = compare(metric, first.values(metric), second.values(metric))
+            chance = "" if one.p_value is None else f", p = {one.p_value:.2g}"
+            say(f"  {metric:20}{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]  {one.verdict}{chance}")
+            found.append({"first": first.name, "second": second.name} | asdict(one))
+    return found
+
+
+def write_report(
+    run: Verification, models: list[Measured], between: list[dict[str, Any]], official: dict[str, float]
+) -> None:
     """Writes `--output` and `--plot`."""
     from contrastors.plots import draw_comparison
 
@@ -320,6 +336,7 @@ def write_report(run: Verification, models: list[Measured], official: dict[str, 
                 }
                 for m in models
             ],
+            "between_adapters": between,
             "against_official": official,
             "queries": queries,
         }
@@ -386,10 +403,11 @@ def work(args: argparse.Namespace) -> int:
     for folder in args.adapter:
         models.append(measure_adapter(run, folder, models[0]))
         report_adapter(models[0], models[-1])
+    between = compare_adapters(models[1:])
     for kind, value in official.items():
         say(f"plain transformers: {kind} differ by a cosine deviation of at most {value:.2g}")
     if run.world.is_main:
-        write_report(run, models, official)
+        write_report(run, models, between, official)
     distributed.stop()
     say(f"{time.perf_counter() - started:.0f} s")
     tripped = [f"{m.name}: {text}" for m in models for text in m.off]

@@ -16,7 +16,7 @@ data="$DEMO/data"
 train=(
   "$python" -m torch.distributed.run --standalone --nproc_per_node=2 train_contrastors.py
   --overwrite --seed "$SEED" --model "$DEMO/model" --eval-jsonl "$data/eval.jsonl"
-  --lora-vit --batch-size 16 --grad-cache-chunk 48 --grad-reduction mean --lr 5e-3 --logit-scale-lr 1e-2
+  --lora-vit --batch-size 16 --grad-cache-chunk 48 --retain-graphs 2 --grad-reduction mean --lr 5e-3 --logit-scale-lr 1e-2
   --max-steps 120 --warmup-steps 12 --eval-steps 60 --save-steps 0 --num-workers 1
 )
 

@@ -118,6 +118,10 @@ def test_adapters_are_switched_on_one_base_and_leave_no_trace(trained: Path):
     base, second, fourth = report(trained)["models"]
     assert second["metrics"] == alone[2] and fourth["metrics"] == alone[4] and second["metrics"] != fourth["metrics"]
     assert base["metrics"] == json.loads((run / "eval_step0.json").read_text())
+    (recall, mrr) = report(trained)["between_adapters"]
+    assert (recall["metric"], mrr["metric"]) == ("recall@1", "mrr")
+    gain = fourth["metrics"]["mrr"] - second["metrics"]["mrr"]
+    assert mrr["first"] == second["name"] and mrr["difference"] == pytest.approx(gain)
 
 
 def test_two_ranks_find_the_same(trained: Path):
