@@ -171,9 +171,9 @@ def folder_output(path: str | Path, overwrite: bool, marker: str) -> Iterator[Pa
     path = Path(os.path.abspath(path))
     if path.exists():
         if not overwrite:
-            raise ValueError(f"{path}: exists; choose another --output-dir or give --overwrite")
+            raise ValueError(f"{path}: exists; choose another folder or give --overwrite")
         if not (path / marker).is_file() and not (path.is_dir() and not any(path.iterdir())):
-            raise ValueError(f"{path}: holds no {marker}, so it is not replaced; choose another --output-dir")
+            raise ValueError(f"{path}: holds no {marker}, so it is not replaced; choose another folder")
     temporary = path.with_name(f"{path.name}.tmp-partial")
     shutil.rmtree(temporary, ignore_errors=True)  # what a killed run left
     temporary.mkdir(parents=True)
