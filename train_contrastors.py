@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from contrastors.biqwen3 import BiQwen3
+    from contrastors.chunking import Chunking
     from contrastors.data import Batch, StepDataset
     from contrastors.distributed import GradientBucket, World
     from contrastors.evaluation import EvalSet
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "margin", "loss")
 LOWER_IS_BETTER = ("loss",)
+ONE_AT_A_TIME = "one document a chunk; use --gradient-checkpointing, or lower --max-num-visual-tokens"
 CURVES = ("train/loss", "train/accuracy", "train/temperature", "eval/loss", "eval/recall@1", "eval/mrr", "eval/margin")
 
 # Flags of one call: never taken from a checkpoint.
@@ -58,8 +60,13 @@ OF_THIS_CALL = {"resume", "overwrite", "allow_changed_args", "eval_only", "outpu
 # Flags that may differ from the checkpoint's without altering what is trained.
 FREE_ON_RESUME = OF_THIS_CALL | {
     "num_workers", "eval_steps", "eval_batch_size", "save_steps", "save_total_limit", "report_to", "run_name", "device",
-    "max_bad_fraction", "max_image_pixels", "batch_size", "best_metric", "eval_jsonl", "max_eval_rows",
+    "max_bad_fraction", "max_image_pixels", "batch_size", "best_metric", "eval_jsonl", "max_eval_rows", "retain_graphs",
+    "memory_budget_gb", "reuse_vision_features",
 }  # fmt: skip
+# What the recorded chunking of a checkpoint was chosen for; while they stay, it stays.
+CHUNKING = (
+    "grad_cache_chunk", "chunk_tokens", "query_chunk", "retain_graphs", "memory_budget_gb", "reuse_vision_features",
+)  # fmt: skip
 # What the best checkpoint is measured by.
 MEASURE = ("best_metric", "eval_jsonl", "max_eval_rows")
 # An evaluation may ask anything of an old adapter but another adapter.
@@ -71,6 +78,13 @@ FIXED_BY_ADAPTER = {"model", "lora_r", "lora_alpha", "lora_dropout", "lora_vit"}
 
 
 # ---------------------------------------------------------------------------------------------------------------- flags
+
+RETAIN_HELP = "chunks forwarded once, their graphs kept; 0 = memory of one chunk (default: auto on cuda, 0 elsewhere)"
+
+
+def auto_or_count(text: str) -> str | int:
+    """Parses `auto` or an integer of at least 0."""
+    return text if text == "auto" else natural_int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -109,11 +123,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--logit-scale-lr", type=natural_float, default=1e-3, help="learning rate of the temperature; 0 = fixed")
     add("--mask-false-negatives", action=onoff, default=True, help="mask documents known to answer a query")
     add("--grad-reduction", choices=("sum", "mean"), default="sum", help="over ranks; mean = gradient of one process")
+    add("--loss-tile", type=natural_int, default=0, help="queries whose logits are formed at a time; 0 = automatic")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--batch-size", type=positive_int, default=4, help="rows of each rank in a step")
     add("--grad-cache-chunk", type=positive_int, default=2, help="documents of one forward: memory follows this alone")
+    add("--chunk-tokens", type=natural_int, default=0, help="visual tokens of one forward, sorted by size; 0 = off")
     add("--query-chunk", type=natural_int, default=0, help="queries of one forward; 0 = tokens of a document chunk")
+    add("--retain-graphs", type=auto_or_count, metavar="auto|N", help=RETAIN_HELP)
+    add("--memory-budget-gb", type=natural_float, default=0.0, help="GiB for auto; 0 = 80 %% of what is free")
+    add("--reuse-vision-features", action=onoff, default=True, help="run a frozen vision part once for both forwards")
     add("--lr", type=positive_float, default=2e-5, help="peak learning rate of the adapter")
     add("--weight-decay", type=natural_float, default=0.01, help="AdamW weight decay of the adapter; 0 = off")
     add("--warmup-steps", type=natural_int, default=50, help="steps of linear warm-up; 0 = none")
@@ -159,6 +178,18 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: s
         (wants_other_scheduler, f"--num-cycles acts on --scheduler cosine-restarts only, not on {args.scheduler}"),
         (not 0.01 <= args.temperature <= 1, f"--temperature {args.temperature}: stays within 0.01 and 1, start there"),
         (args.lora_dropout == 1, "--lora-dropout 1 leaves nothing to train"),
+        (
+            args.lora_vit and args.reuse_vision_features and "reuse_vision_features" in typed,
+            "--reuse-vision-features needs a frozen vision part; --lora-vit trains it",
+        ),
+        (
+            args.memory_budget_gb and args.retain_graphs not in (None, "auto"),
+            f"--memory-budget-gb acts on --retain-graphs auto only, not on {args.retain_graphs}",
+        ),
+        (
+            0 < args.chunk_tokens < args.max_num_visual_tokens,
+            f"--chunk-tokens {args.chunk_tokens} holds no tile of --max-num-visual-tokens {args.max_num_visual_tokens}",
+        ),
         (
             flash and (args.device not in ("auto", "cuda") or args.dtype == "fp32"),
             "--attn-implementation flash_attention_2 needs --device cuda and --dtype bf16",
@@ -262,6 +293,7 @@ class Run:
     train_set: StepDataset | None = None
     bucket: GradientBucket | None = None
     optimizer: torch.optim.Optimizer | None = None
+    chunking: Chunking | None = None
 
     @property
     def scale(self) -> float:
@@ -343,19 +375,50 @@ def learning_rate_factor(args: argparse.Namespace, step: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
-def query_chunk_size(batch: Batch, document_chunk: int) -> int:
-    """Returns how many queries have no more tokens than one document chunk, at least one."""
-    room = document_chunk * max(batch.documents.lengths)
-    return max(1, room // max(batch.queries.lengths))
-
-
-def contrast_batch(embeddings: torch.Tensor, batch: Batch, run: Run) -> LossOutput:
-    """Returns the loss of the embeddings [queries, distinct documents] of a batch."""
+def contrast_batch(embeddings: torch.Tensor, places: torch.Tensor, batch: Batch, run: Run) -> LossOutput:
+    """Returns the loss of the embeddings [queries, distinct documents] of a batch; `places` are the documents' rows."""
     from contrastors.loss import clip_loss
 
     num_queries = len(batch.queries)
     queries, documents = embeddings[:num_queries], embeddings[num_queries:]
-    return clip_loss(queries, documents[batch.slots], run.logit_scale, run.args.num_hard_negatives, batch.mask)
+    columns, args = documents[places[batch.slots]], run.args
+    return clip_loss(queries, columns, run.logit_scale, args.num_hard_negatives, batch.mask, args.loss_tile)
+
+
+def compute_gradients(run: Run, batch: Batch) -> list[float]:
+    """Fills the bucket with the gradients of a step, averaged over ranks, and returns what rode along. Collective.
+
+    Where a rank runs out of memory, the whole step is done again: that rank keeps fewer graphs, or all cut smaller.
+
+    Raises:
+        ValueError: A chunk of one document is too much for some rank.
+    """
+    import torch
+
+    from contrastors.chunking import add_gradients, cut_batch
+    from contrastors.rand_state import seed_step
+
+    args, bucket, step = run.args, run.bucket, run.state.step
+    loss_factor = run.world.size if args.grad_reduction == "sum" else 1
+    while True:
+        seed_step(args.seed, step, run.world.rank)
+        bucket.zero_()
+        cut = cut_batch(batch.queries, batch.documents, run.chunking, run.processor.merge_size)
+        contrast = partial(contrast_batch, places=cut.places, batch=batch, run=run)
+        output, gave_up_own, needs_halves = add_gradients(run.model, cut, contrast, loss_factor, run.chunking)
+        # Loss, accuracy, memory and the wish to stop ride with the gradients: one collective for all of them.
+        stop = [float(run.stop.received == number) for number in (signal.SIGINT, signal.SIGTERM)]
+        counts = [batch.num_truncated, len(batch.documents), gave_up_own, needs_halves]
+        extras = torch.tensor([*stop, *counts], device=bucket.flat.device)
+        bucket.extras.copy_(torch.cat([torch.stack([output.loss, output.accuracy]), extras]))
+        bucket.reduce()
+        *found, any_gave_up, any_needs_halves = bucket.extras.tolist()
+        if not any_gave_up and not any_needs_halves:
+            return found
+        if any_needs_halves and not run.chunking.halve():
+            raise ValueError(f"out of memory at step {step + 1} with {ONE_AT_A_TIME}")
+        cut = f"chunks of {run.chunking.documents} documents, {run.chunking.num_retained} graphs retained here"
+        run.log.say(f"step {step + 1}: a rank ran out of memory; it is done again, with {cut}")
 
 
 def train_step(run: Run, batch: Batch) -> dict[str, float]:
@@ -366,27 +429,13 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
     """
     import torch
 
-    from contrastors.loss import grad_cache_loss
-    from contrastors.rand_state import seed_step
-
     args, state, bucket = run.args, run.state, run.bucket
     factor = learning_rate_factor(args, state.step)
     for group in run.optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
-    seed_step(args.seed, state.step, run.world.rank)
-    batch = batch.to(run.world.device)
-    query_chunk = args.query_chunk or query_chunk_size(batch, args.grad_cache_chunk)
-    chunks = batch.queries.chunks(query_chunk) + batch.documents.chunks(args.grad_cache_chunk)
-    bucket.zero_()
-    loss_factor = run.world.size if args.grad_reduction == "sum" else 1
-    output = grad_cache_loss(run.model, chunks, partial(contrast_batch, batch=batch, run=run), loss_factor)
-    # Loss, accuracy and the wish to stop ride with the gradients: one collective for all of them.
-    stop = [float(run.stop.received == number) for number in (signal.SIGINT, signal.SIGTERM)]
-    extras = torch.tensor([*stop, batch.num_truncated, len(batch.documents)], device=bucket.flat.device)
-    bucket.extras.copy_(torch.cat([torch.stack([output.loss, output.accuracy]), extras]))
-    bucket.reduce()
-    norm = torch.linalg.vector_norm(bucket.gradients)
-    loss, accuracy, interrupt, terminate, truncated, documents, grad_norm = [*bucket.extras.tolist(), norm.item()]
+    found = compute_gradients(run, batch.to(run.world.device))
+    loss, accuracy, interrupt, terminate, truncated, documents = found
+    grad_norm = torch.linalg.vector_norm(bucket.gradients).item()
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         rows = [run.train_set.data.rows[r].line for r in run.train_set.order.rows(state.step)]
         raise ValueError(
@@ -481,7 +530,7 @@ def save_run(run: Run) -> None:
             "args": absolute_args({k: v for k, v in vars(args).items() if k not in OF_THIS_CALL}),
             "versions": versions(),
             "processor": run.processor.describe(),
-            "chunking": {"documents": args.grad_cache_chunk, "queries": args.query_chunk or "by tokens"},
+            "chunking": asdict(run.chunking),
         }
         if folder.exists():
             refresh_state(folder, record, card)
@@ -496,6 +545,33 @@ def save_run(run: Run) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- begin, loop
+
+
+def recorded_chunking(args: argparse.Namespace, saved: dict[str, Any]) -> Chunking | None:
+    """Returns the chunking of a checkpoint as long as the flags are those that it was chosen for."""
+    from contrastors.chunking import Chunking
+
+    if not saved or any(vars(args)[name] != saved["args"].get(name) for name in CHUNKING):
+        return None
+    return Chunking(**saved["chunking"])
+
+
+def choose_chunking(run: Run) -> Chunking:
+    """Returns how this run cuts its steps, with as many retained graphs as asked for, or as fit. Collective."""
+    from contrastors.chunking import Chunking, choose_retained
+
+    args = run.args
+    reuse = args.reuse_vision_features and not run.model.trains_vision
+    chunking = Chunking(args.grad_cache_chunk, args.chunk_tokens, args.query_chunk, reuse_features=reuse)
+    wanted = args.retain_graphs
+    if wanted is None:
+        wanted = "auto" if run.world.device.type == "cuda" or args.memory_budget_gb else 0
+    if wanted == "auto":
+        sizes = args.batch_size, 1 + args.num_hard_negatives
+        run.log.say(choose_retained(run.model, run.processor, chunking, args.memory_budget_gb, *sizes))
+    else:
+        chunking.num_retained = wanted
+    return chunking
 
 
 def begin_training(run: Run, train: Any, checkpoint: Path | None) -> None:
@@ -521,7 +597,7 @@ def begin_training(run: Run, train: Any, checkpoint: Path | None) -> None:
         f"{sum(p.numel() for p in adapter):,} parameters"
     )
     scale = list(run.logit_scale.parameters())
-    run.bucket = GradientBucket([*adapter, *scale], num_extras=6)
+    run.bucket = GradientBucket([*adapter, *scale], num_extras=8)
     run.bucket.share_parameters()
     groups = [
         {"params": adapter, "peak_lr": args.lr, "weight_decay": args.weight_decay},
@@ -535,6 +611,7 @@ def begin_training(run: Run, train: Any, checkpoint: Path | None) -> None:
     if args.warmup_steps >= args.max_steps:
         run.log.say(f"warning: --warmup-steps {args.warmup_steps} does not end within --max-steps {args.max_steps}")
     order = BatchOrder(len(train.rows), args.batch_size * run.world.size, args.seed)
+    run.chunking = run.chunking or choose_chunking(run)
     run.train_set = StepDataset(
         train, order, run.processor, args.num_hard_negatives, args.batch_size, run.world.rank, args.sample_negatives,
         args.mask_false_negatives, args.max_image_pixels,
@@ -710,6 +787,7 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
         load_scale(checkpoint, logit_scale)
     state = restore_state(args, saved, log)
     run = Run(args, world, log, folder, processor, model, logit_scale, state, StopSignals(), eval_set)
+    run.chunking = recorded_chunking(args, saved)
     return run, train_data, checkpoint
 
 

@@ -6,8 +6,8 @@ floor 0, no torch    records, images, validation, metrics, comparison, plots, ru
                      publishing: shards, datacard, splits, sources
 floor 1, torch       rand_state, distributed, logit_scale, pixels, index
 floor 2              loss, biqwen3, processing
-floor 3              data, evaluation, checkpoint, loading, embeddings, mining, gates, demo
-floor 4 to 6         export_files, export_check, export
+floor 3              data, chunking, evaluation, checkpoint, loading, embeddings, mining, gates, demo
+floor 4 to 6         export_files, export_check, export; checks, step_checks, doctor
 
 `docs/design.md` tells the way of a batch through them. This file imports nothing, so that `--help` stays quick.
 """

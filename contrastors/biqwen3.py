@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
 from contrastors.pixels import unpack_patches
 
@@ -44,6 +48,25 @@ def l2_normalize(vectors: torch.Tensor) -> torch.Tensor:
     return vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min(NORM_EPSILON)
 
 
+class PatchProjection(nn.Module):
+    """The patch embedding as one matrix product: a Conv3d whose kernel equals its stride, eight times as fast on a CPU.
+
+    Parameters keep their names and shapes, so files of weights do not notice; results differ by rounding.
+
+    Args:
+        convolution: The Conv3d, whose parameters are taken over.
+    """
+
+    def __init__(self, convolution: nn.Conv3d):
+        super().__init__()
+        assert convolution.kernel_size == convolution.stride and not any(convolution.padding), convolution
+        self.weight, self.bias = convolution.weight, convolution.bias
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Returns (P, D) of patches (P, channels, frames, rows, columns)."""
+        return nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+
+
 class BiQwen3(nn.Module):
     """Bi-encoder on a bare Qwen3VLModel, with or without a PEFT adapter.
 
@@ -67,6 +90,9 @@ class BiQwen3(nn.Module):
         # Rounded as the torchvision backend rounds its fused rescale and normalise: mean / (1/255) in fp32.
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean) * (1.0 / (1 / 255)), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std) * (1.0 / (1 / 255)), persistent=False)
+        for module in backbone.modules():  # one at most, the patch embedding
+            if isinstance(getattr(module, "proj", None), nn.Conv3d):
+                module.proj = PatchProjection(module.proj)
 
     @classmethod
     def from_pretrained(
@@ -128,6 +154,7 @@ class BiQwen3(nn.Module):
         attention_mask: torch.Tensor,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
+        image_features: BaseModelOutputWithDeepstackFeatures | None = None,
     ) -> torch.Tensor:
         """Returns one unit vector a row.
 
@@ -137,22 +164,57 @@ class BiQwen3(nn.Module):
             pixel_values: (P, 3 p p) uint8 packed patches, or (P, 3 T p p) floats as the image processor gives them;
                 None where the rows are texts.
             image_grid_thw: (images, 3) patches of each image: frames, rows, columns.
+            image_features: What `encode_images` gave in place of the pixels.
 
         Returns:
             (n, D), at least fp32.
         """
         _clear_rope_deltas(self)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
-        if pixel_values is not None:
-            if pixel_values.dtype == torch.uint8:
-                frames = self.base.config.vision_config.temporal_patch_size
-                pixel_values = unpack_patches(pixel_values, self.pixel_mean, self.pixel_std, frames)
+        if image_grid_thw is not None:
             is_image = (input_ids == self.base.config.image_token_id).to(torch.int32)
-            inputs |= {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "mm_token_type_ids": is_image}
-        enabled = self.autocast_dtype is not None
-        with torch.autocast(input_ids.device.type, self.autocast_dtype or torch.bfloat16, enabled=enabled):
+            inputs |= {"image_grid_thw": image_grid_thw, "mm_token_type_ids": is_image}
+        if image_features is not None:
+            inputs["mm_encoder_outputs"] = {"image": image_features}
+        elif pixel_values is not None:
+            inputs["pixel_values"] = self._normalize(pixel_values)
+        with self._autocast(input_ids.device):
             hidden = self.backbone(**inputs).last_hidden_state
         return l2_normalize(pool_last_token(hidden, attention_mask))
+
+    @torch.no_grad()
+    def encode_images(self, chunk: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+        """Returns a chunk with what the vision part makes of its images in place of their pixels, without graph.
+
+        The forward of such a chunk equals that of the chunk itself bit by bit. It draws no random number: dropout is
+        in adapters only, and where the vision part has one, its features are no constants.
+
+        Args:
+            chunk: Arguments of `forward`; without pixels it is returned as it is.
+        """
+        if "pixel_values" not in chunk:
+            return chunk
+        assert not self.trains_vision, "features of a vision part that trains have no gradient"
+        grid = chunk["image_grid_thw"]
+        with self._autocast(grid.device):
+            features = self.base.get_image_features(self._normalize(chunk["pixel_values"]), grid, return_dict=True)
+        features.last_hidden_state = None  # before the merger: four times as large, and nobody asks for it
+        return {key: value for key, value in chunk.items() if key != "pixel_values"} | {"image_features": features}
+
+    def _normalize(self, pixels: torch.Tensor) -> torch.Tensor:
+        if pixels.dtype != torch.uint8:
+            return pixels
+        frames = self.base.config.vision_config.temporal_patch_size
+        return unpack_patches(pixels, self.pixel_mean, self.pixel_std, frames)
+
+    def _autocast(self, device: torch.device) -> torch.autocast:
+        enabled = self.autocast_dtype is not None
+        return torch.autocast(device.type, self.autocast_dtype or torch.bfloat16, enabled=enabled)
+
+    @property
+    def trains_vision(self) -> bool:
+        """Whether anything in the vision part trains."""
+        return any(parameter.requires_grad for parameter in self.base.visual.parameters())
 
     def add_adapter(self, r: int, alpha: int, dropout: float, vision: bool) -> dict[str, int]:
         """Puts a fresh LoRA on the language model's attention and, where asked, on every vision block.

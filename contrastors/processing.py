@@ -76,17 +76,26 @@ class Inputs:
 
     def chunks(self, size: int) -> list[dict[str, torch.Tensor]]:
         """Returns the model inputs of consecutive chunks of at most `size` items, padded on the right."""
+        return self.make_chunks([range(n, min(n + size, len(self))) for n in range(0, len(self), size)])
+
+    def make_chunks(self, plan: Sequence[Sequence[int]]) -> list[dict[str, torch.Tensor]]:
+        """Returns the model inputs of chunks, padded on the right.
+
+        Args:
+            plan: Places of the items of each chunk.
+        """
         tokens = self.token_ids.split(self.lengths)
         patches = None if self.patches is None else self.patches.split(self.grids.prod(dim=1).tolist())
         chunks = []
-        for start in range(0, len(self), size):
-            part = slice(start, min(start + size, len(self)))
-            ids = torch.nn.utils.rnn.pad_sequence(tokens[part], batch_first=True, padding_value=self.pad_id)
-            lengths = torch.tensor(self.lengths[part], device=ids.device)
+        for places in plan:
+            rows = [tokens[place] for place in places]
+            ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
+            lengths = torch.tensor([self.lengths[place] for place in places], device=ids.device)
             mask = (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).to(torch.int64)
             chunk = {"input_ids": ids, "attention_mask": mask}
             if patches is not None:
-                chunk |= {"pixel_values": torch.cat(patches[part]), "image_grid_thw": self.grids[part]}
+                pixels = torch.cat([patches[place] for place in places])
+                chunk |= {"pixel_values": pixels, "image_grid_thw": self.grids[list(places)]}
             chunks.append(chunk)
         return chunks
 

@@ -46,10 +46,11 @@ TRAIN_FLAGS = {
     },
     "adapter": {"--lora-r": 32, "--lora-alpha": 32, "--lora-dropout": 0.05, "--lora-vit": False},
     "loss": {
-        "--temperature": 0.07, "--logit-scale-lr": 1e-3, "--mask-false-negatives": True, "--grad-reduction": "sum",
+        "--temperature": 0.07, "--logit-scale-lr": 1e-3, "--mask-false-negatives": True, "--grad-reduction": "sum", "--loss-tile": 0,
     },
     "optimization": {
-        "--batch-size": 4, "--grad-cache-chunk": 2, "--query-chunk": 0, "--lr": 2e-5, "--weight-decay": 0.01,
+        "--batch-size": 4, "--grad-cache-chunk": 2, "--chunk-tokens": 0, "--query-chunk": 0, "--retain-graphs": None,
+        "--memory-budget-gb": 0.0, "--reuse-vision-features": True, "--lr": 2e-5, "--weight-decay": 0.01,
         "--warmup-steps": 50, "--max-steps": 500, "--scheduler": "cosine", "--num-cycles": 2, "--max-grad-norm": 1.0,
     },
     "evaluation": {

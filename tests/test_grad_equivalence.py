@@ -253,6 +253,46 @@ def test_masked_columns_change_nothing_but_their_own_absence():
     assert torch.allclose(found.loss, torch.stack(losses).mean(), atol=1e-6)
 
 
+@pytest.mark.parametrize("tile", [1, 3, 5, 12])
+@pytest.mark.parametrize("num_negatives", [0, 2])
+def test_tiled_loss_is_the_plain_loss_with_its_masks_and_gradients(tile: int, num_negatives: int):
+    columns, found = 12 * (1 + num_negatives), []
+    missing = torch.zeros(columns, dtype=torch.bool)
+    missing[2 :: 1 + max(2, num_negatives) * 2] = bool(num_negatives)
+    missing[:: 1 + num_negatives] = False
+    mask = ColumnMask(missing, torch.tensor([[0, 1 + num_negatives], [5, 0], [11, 0]]))
+    for size in (0, tile):
+        queries, documents, scale = (
+            unit(12).requires_grad_(),
+            unit(columns, seed=1).requires_grad_(),
+            LogitScale().double(),
+        )
+        output = clip_loss(queries, documents, scale, num_negatives, mask, tile=size)
+        output.loss.backward()
+        found.append((output.loss, output.accuracy, queries.grad, documents.grad, scale.log_scale.grad))
+    for plain, tiled in zip(*found, strict=True):
+        assert torch.allclose(plain, tiled, rtol=1e-12, atol=1e-14)
+
+
+def test_large_logits_are_never_whole(monkeypatch):
+    """Above the limit no tensor that autograd keeps, and none that a matmul makes, is larger than a tile."""
+    monkeypatch.setattr("contrastors.loss.WHOLE_LOGITS", 1000)
+    monkeypatch.setattr("contrastors.loss.TILE_LOGITS", 600)
+    queries, documents = unit(40).requires_grad_(), unit(120, seed=1).requires_grad_()
+    sizes = []
+
+    def scale(similarities: torch.Tensor) -> torch.Tensor:
+        sizes.append(similarities.numel())
+        return similarities * 10
+
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        loss = clip_loss(queries, documents, scale, 2).loss
+    loss.backward()
+    assert max(sizes) == 600 and sum(sizes) == 2 * 40 * 120  # once in the forward, once in the backward
+    assert max(kept) <= max(600, documents.numel())
+
+
 def test_all_alike_embeddings_score_no_accuracy():
     same = torch.ones(4, 3) / 3**0.5
     assert clip_loss(same, same, LogitScale()).accuracy == 0.0

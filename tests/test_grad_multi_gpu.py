@@ -48,7 +48,8 @@ def contrast(embeddings, batch, scale, num_negatives):
     from contrastors.loss import clip_loss
 
     queries, documents = embeddings[: len(batch.queries)], embeddings[len(batch.queries) :]
-    return clip_loss(queries, documents[batch.slots], scale, num_negatives, batch.mask)
+    # Some in tiles, so that tiles are compared over ranks too: their gathers must stay one.
+    return clip_loss(queries, documents[batch.slots], scale, num_negatives, batch.mask, tile=3 if num_negatives else 0)
 
 
 def cached_gradients(model, scale, batch, num_negatives, world, reduction):
@@ -182,6 +183,32 @@ def check_ddp(model_folder, pairs, world) -> dict:
     }
 
 
+def check_out_of_memory(model_folder, pairs, world) -> dict:
+    """The last rank runs out of memory in its first forward, then in a replay; the others must not wait for ever."""
+    from contrastors.biqwen3 import BiQwen3
+    from contrastors.chunking import Chunking, add_gradients, cut_batch
+    from contrastors.distributed import barrier, gather_objects
+
+    model, scale, processor = build_model(Path(model_folder))
+    dataset, _ = build_dataset(pairs, processor, 0, world)
+    batch, whole, outcomes = dataset[0], BiQwen3.forward, []
+    for fails_with_grad in (False, True):
+
+        def fail(self, fails=fails_with_grad, **inputs):
+            if torch.is_grad_enabled() == fails:
+                raise torch.OutOfMemoryError("simulated")
+            return whole(self, **inputs)
+
+        BiQwen3.forward = fail if world.rank == world.size - 1 else whole
+        cut = cut_batch(batch.queries, batch.documents, Chunking(documents=2), processor.merge_size)
+        work = partial(contrast, batch=batch, scale=scale, num_negatives=0)
+        outcome = add_gradients(model, cut, work, 1.0, Chunking(documents=2))
+        outcomes.append(gather_objects(outcome.needs_halves))
+        barrier()
+    BiQwen3.forward = whole
+    return {"out_of_memory": outcomes}
+
+
 def check_reduction(world) -> dict:
     """Arithmetic that rounds nowhere: rank r's loss is the sum of weight x (r + 1)."""
     from contrastors.distributed import GradientBucket
@@ -210,7 +237,7 @@ def worker(model_folder: str, work_folder: str) -> dict:
             name = f"K={num_negatives} vision={vision} dropout={dropout} {reduction}"
             case = check_case(model_folder, pairs, num_negatives, vision, dropout, reduction, world)
             found["cases"][name] = case
-    found |= check_ddp(model_folder, pairs, world)
+    found |= check_ddp(model_folder, pairs, world) | check_out_of_memory(model_folder, pairs, world)
     distributed.barrier()
     distributed.stop()
     return found
@@ -278,6 +305,11 @@ def test_the_cases_held_missing_slots_and_false_negatives(ranks):
 
 def test_a_ddp_wrapped_model_keeps_local_gradients_under_no_sync(ranks):
     assert ranks["ddp_keeps_local_gradients"] and ranks["local_gradients_differ_between_ranks"]
+
+
+def test_a_rank_that_runs_out_of_memory_keeps_nobody_waiting(ranks):
+    alone = [False] * (ranks["world_size"] - 1) + [True]
+    assert ranks["out_of_memory"] == [alone, alone]
 
 
 def test_loss_times_w_then_average_is_the_gradient_of_the_total(ranks):

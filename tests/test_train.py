@@ -280,6 +280,7 @@ EFFECTS = [
     ("max_grad_norm", {"max_grad_norm": 1e-3}), ("max_train_rows", {"max_train_rows": 5}),
     ("max_query_tokens", {"max_query_tokens": 28}), ("max_num_visual_tokens", {"max_num_visual_tokens": 4}),
     ("dtype", {"dtype": "bf16"}), ("grad_cache_chunk", {"grad_cache_chunk": 4}), ("query_chunk", {"query_chunk": 5}),
+    ("chunk_tokens", {"chunk_tokens": 16}),
 ]  # fmt: skip
 
 
@@ -334,6 +335,17 @@ def test_gradient_checkpointing_trains_the_same_weights(plain_losses):
     assert all(value.any() for key, value in with_checkpointing[1].items() if "lora_B" in key)
 
 
+def test_loss_tile_is_the_number_of_queries_of_a_tile(args, monkeypatch):
+    from contrastors import loss
+
+    sizes, whole = [], loss._query_losses
+    monkeypatch.setattr(
+        loss, "_query_losses", lambda queries, *rest: sizes.append(len(queries)) or whole(queries, *rest)
+    )
+    assert train(args("run", loss_tile=3, batch_size=4, max_steps=1, eval_steps=0)) == 0
+    assert sizes == [3, 1] * 2  # forward, and backward
+
+
 def test_constant_temperature_with_rate_zero(args, colour_set):
     assert train(args("run", logit_scale_lr=0)) == 0
     temperatures = [row["train/temperature"] for row in metrics(colour_set / "run") if "train/temperature" in row]
@@ -355,6 +367,10 @@ REFUSED = [
     ({"attn_implementation": "flash_attention_2"}, 2, "--device cuda"),
     ({"allow_changed_args": True}, 2, "--resume only"),
     ({"lora_dropout": 1}, 2, "nothing to train"),
+    ({"lora_vit": True, "reuse_vision_features": True}, 2, "needs a frozen vision part"),
+    ({"retain_graphs": 2, "memory_budget_gb": 1}, 2, "acts on --retain-graphs auto only, not on 2"),
+    ({"retain_graphs": "some"}, 2, "'some' is not a whole number of at least 0"),
+    ({"chunk_tokens": 15}, 2, "--chunk-tokens 15 holds no tile of --max-num-visual-tokens 16"),
     ({"lr": "nan"}, 2, "not a number"),
     ({"max_num_visual_tokens": 2}, 1, "at least 4"),
     ({"max_query_tokens": 5}, 1, "at least"),

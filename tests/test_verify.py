@@ -217,7 +217,7 @@ def test_renamed_keys_are_refused(trained: Path, tmp_path: Path, capsys):
 def test_an_adapter_with_one_more_level_is_refused(trained: Path, tmp_path: Path, capsys):
     level = lambda k, v: (k.replace("base_model.model.", "base_model.model.model.", 1), v)  # noqa: E731
     wrong = copy_of(trained / "run" / "checkpoint-4", tmp_path / "a", level)
-    refuse(capsys, trained, wrong, "one more `model.` level", "no effect")
+    refuse(capsys, trained, wrong, "one more `model.` level", "no effect", "python train_swift.py --remap DIR")
 
 
 def test_an_adapter_of_zeros_is_refused(trained: Path, tmp_path: Path, capsys):
@@ -297,17 +297,26 @@ def test_pooling_the_last_place_is_caught(encoder, probes: Probes, monkeypatch):
     assert any("neighbours" in text for text in off) and any("padding" in text for text in off)
 
 
-def test_memory_of_earlier_inputs_is_caught(encoder, probes: Probes, monkeypatch):
-    forward, earlier = BiQwen3.forward, []
+def test_rope_offsets_that_stay_and_act_are_caught(encoder, probes: Probes, monkeypatch):
+    """O27: nothing clears the offsets, and the model adds them to the vector as a stale position would."""
+    forward = BiQwen3.forward
 
-    def leaky(self, **inputs):
-        vectors = forward(self, **inputs)
-        earlier.append(vectors[:1])
-        return vectors + 0.1 * earlier[len(earlier) // 2]
+    def stale(self, **inputs):
+        kept = [
+            float(m.rope_deltas.float().sum()) for m in self.modules() if getattr(m, "rope_deltas", None) is not None
+        ]
+        return forward(self, **inputs) + 0.01 * sum(kept)
 
-    monkeypatch.setattr(BiQwen3, "forward", leaky)
+    monkeypatch.setattr("contrastors.biqwen3._clear_rope_deltas", lambda model: None)
+    monkeypatch.setattr(BiQwen3, "forward", stale)
     off = check_invariance(measure_invariance(encoder[0], probes), torch.float32)
     assert any("embedded before" in text for text in off)
+
+
+def test_vectors_that_are_not_finite_are_off(encoder, probes: Probes, monkeypatch):
+    forward = BiQwen3.forward
+    monkeypatch.setattr(BiQwen3, "forward", lambda self, **inputs: forward(self, **inputs) * float("nan"))
+    assert len(check_invariance(measure_invariance(encoder[0], probes), torch.float32)) == 3
 
 
 def test_padding_moves_left_and_nothing_else_changes():
