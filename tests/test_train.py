@@ -343,7 +343,7 @@ def test_loss_tile_is_the_number_of_queries_of_a_tile(args, monkeypatch):
         loss, "_query_losses", lambda queries, *rest: sizes.append(len(queries)) or whole(queries, *rest)
     )
     assert train(args("run", loss_tile=3, batch_size=4, max_steps=1, eval_steps=0)) == 0
-    assert sizes == [3, 1] * 2  # forward, and backward
+    assert sizes == [3, 1, 1, 3]  # forward, and backward
 
 
 def test_constant_temperature_with_rate_zero(args, colour_set):
