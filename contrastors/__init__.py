@@ -7,7 +7,9 @@ floor 0, no torch    records, images, validation, metrics, comparison, plots, ru
 floor 1, torch       rand_state, distributed, logit_scale, pixels, index
 floor 2              loss, biqwen3, processing
 floor 3              data, chunking, evaluation, checkpoint, loading, embeddings, mining, gates, demo
-floor 4 to 6         export_files, export_check, export; checks, step_checks, doctor
+floor 4              export_files, checks
+floor 5              export_check, step_checks
+floor 6              export, doctor
 
 `docs/design.md` tells the way of a batch through them. This file imports nothing, so that `--help` stays quick.
 """
