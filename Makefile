@@ -1,5 +1,6 @@
 # make demo   the whole pipeline on a tiny model and rendered tiles
 # make test   the tests, on the CPU
+# make test-slow   those that take long, beside them
 # ARMS=all    make demo also trains without the filter, and in-batch with as much compute
 # VENV=DIR    an environment to use or create (default .venv)
 
@@ -11,7 +12,7 @@ ARMS ?=
 JOBS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 
 $(BIN)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,7 +25,11 @@ demo: $(BIN)/.installed
 
 # One thread a process: two processes share two cores, and gloo ranks must not fight over them.
 test: $(BIN)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow" tests
+
+# Whole programs in fresh processes, again and again: what CI runs besides.
+test-slow: $(BIN)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow tests
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .

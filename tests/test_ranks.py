@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import write_rows
 from tests.runs import arguments, finish, largest_difference, losses, metrics, run, same_weights, start, train
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 PATH = {
     "lora_dropout": 0.0, "grad_reduction": "mean", "max_steps": 20, "num_hard_negatives": 2, "lora_vit": True,
