@@ -41,14 +41,14 @@ until [ -s "$DEMO/judge.txt" ]; do sleep 0.1; kill -0 $judge; done
 kill $judge
 
 say "training with the filtered hard negatives, from the base"
-"${train[@]}" --train-jsonl "$DEMO/filtered.jsonl" --num-hard-negatives 2 --output-dir "$DEMO/hard_negatives"
+"${train[@]}" --train-jsonl "$DEMO/filtered.jsonl" --num-hard-negatives 2 --max-steps 180 --output-dir "$DEMO/hard_negatives"
 
-adapters=(--adapter "$DEMO/in_batch/checkpoint-120" --adapter "$DEMO/hard_negatives/checkpoint-120")
+adapters=(--adapter "$DEMO/in_batch/checkpoint-120" --adapter "$DEMO/hard_negatives/checkpoint-180")
 if [ "$ARMS" = all ]; then
   say "two more arms: in-batch with the compute of hard negatives, and hard negatives without the filter"
-  "${train[@]}" --train-jsonl "$data/train.jsonl" --output-dir "$DEMO/in_batch_longer" --max-steps 300 --warmup-steps 30
-  "${train[@]}" --train-jsonl "$DEMO/mined.jsonl" --num-hard-negatives 2 --output-dir "$DEMO/unfiltered"
-  adapters+=(--adapter "$DEMO/in_batch_longer/checkpoint-300" --adapter "$DEMO/unfiltered/checkpoint-120")
+  "${train[@]}" --train-jsonl "$data/train.jsonl" --output-dir "$DEMO/in_batch_longer" --max-steps 350
+  "${train[@]}" --train-jsonl "$DEMO/mined.jsonl" --num-hard-negatives 2 --max-steps 180 --output-dir "$DEMO/unfiltered"
+  adapters+=(--adapter "$DEMO/in_batch_longer/checkpoint-350" --adapter "$DEMO/unfiltered/checkpoint-180")
 fi
 
 say "what the filter removed"
@@ -61,13 +61,13 @@ for name in eval eval_hard; do
 done
 
 say "exporting the better adapter for sentence-transformers, and reading it back"
-"$python" -m contrastors.export --overwrite --adapter "$DEMO/hard_negatives/checkpoint-120" --format sentence-transformers \
+"$python" -m contrastors.export --overwrite --adapter "$DEMO/hard_negatives/checkpoint-180" --format sentence-transformers \
   --output "$DEMO/export"
 
 say "done"
 echo "curves   $DEMO/hard_negatives/curves.png"
 echo "plot     $DEMO/verify_eval_hard.png"
 echo "look at  $DEMO/filtered.html"
-echo "adapter  $DEMO/hard_negatives/checkpoint-120"
+echo "adapter  $DEMO/hard_negatives/checkpoint-180"
 echo "export   $DEMO/export"
 echo "$((SECONDS - started)) s"
