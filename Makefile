@@ -12,7 +12,7 @@ ARMS ?=
 JOBS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-install test-slow lint clean
 
 $(BIN)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,11 +20,19 @@ $(BIN)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[test,plots]"
 	touch $@
 
+# In one command: ms-swift asks for older transformers and peft, which pip would otherwise install first and then replace.
+$(BIN)/.installed-tests: pyproject.toml requirements-swift.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch torchvision --requirement requirements-swift.txt --editable ".[test,plots]"
+	touch $(BIN)/.installed $@
+
+test-install: $(BIN)/.installed-tests
+
 demo: $(BIN)/.installed
 	VENV=$(VENV) DEMO=$(DEMO) SEED=$(SEED) ARMS=$(ARMS) bash recipes/demo.sh
 
 # One thread a process: two processes share two cores, and gloo ranks must not fight over them.
-test: $(BIN)/.installed
+test: $(BIN)/.installed-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow" tests
 
 # Whole programs in fresh processes, again and again: what CI runs besides.

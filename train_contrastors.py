@@ -56,7 +56,7 @@ ONE_AT_A_TIME = "one document a chunk; use --gradient-checkpointing, or lower --
 CURVES = ("train/loss", "train/accuracy", "train/temperature", "eval/loss", "eval/recall@1", "eval/mrr", "eval/margin")
 
 # Flags of one call: never taken from a checkpoint.
-OF_THIS_CALL = {"resume", "overwrite", "allow_changed_args", "eval_only", "output_dir"}
+OF_THIS_CALL = {"resume", "overwrite", "allow_changed_args", "eval_only", "output_dir", "plan"}
 # Flags that may differ from the checkpoint's without altering what is trained.
 FREE_ON_RESUME = OF_THIS_CALL | {
     "num_workers", "eval_steps", "eval_batch_size", "save_steps", "save_total_limit", "report_to", "run_name", "device",
@@ -163,6 +163,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("runtime").add_argument
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto = cuda, then mps, then cpu")
     add("--seed", type=natural_int, default=0, help="of adapter, order and dropout")
+    add("--plan", action=onoff, default=False, help="print what the run will take (FLOP, memory, disk) and end")
     return parser
 
 
@@ -174,6 +175,7 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: s
     wants_other_scheduler = "num_cycles" in typed and args.scheduler != "cosine-restarts"
     refusals = [
         (args.overwrite and args.resume and training, "--overwrite deletes the run that --resume continues"),
+        (args.plan and (args.resume or args.eval_only), "--plan tells of a training that is yet to begin"),
         (args.allow_changed_args and not args.resume, "--allow-changed-args acts on --resume only"),
         (wants_other_scheduler, f"--num-cycles acts on --scheduler cosine-restarts only, not on {args.scheduler}"),
         (not 0.01 <= args.temperature <= 1, f"--temperature {args.temperature}: stays within 0.01 and 1, start there"),
@@ -812,6 +814,15 @@ def do(run: Run, train_data: Any, checkpoint: Path | None) -> None:
         run.stop.agreed = stopped.signal
 
 
+def print_plan(args: argparse.Namespace) -> int:
+    """Prints what the run would take, on the main rank, and returns the exit code."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        from contrastors.plan import make_plan
+
+        print(make_plan(args, int(os.environ.get("WORLD_SIZE", 1))))
+    return 0
+
+
 def work(args: argparse.Namespace, typed: set[str]) -> int:
     """Does what the command line asks for and returns the exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of loader workers
@@ -850,8 +861,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     typed = typed_flags(build_parser(), argv)
-    if not args.resume:
+    if args.plan or not args.resume:
         validate(parser, args, typed)
+    if args.plan:
+        return run_script(lambda: print_plan(args))
     return run_script(lambda: work(args, typed))
 
 

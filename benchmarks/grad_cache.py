@@ -12,80 +12,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3VLConfig, Qwen3VLModel
 
+from benchmarks.common import Step, alternate
+from benchmarks.models import MERGE, SMALL, build_model, count_flop, make_inputs
 from contrastors.biqwen3 import BiQwen3
 from contrastors.chunking import Chunking, Cut, cut_batch
 from contrastors.logit_scale import LogitScale
 from contrastors.loss import LossOutput, clip_loss, grad_cache_loss
+from contrastors.plan import make_table
 from contrastors.processing import Inputs
 
-SIDE, PATCH, MERGE = 256, 16, 2
-VOCABULARY, IMAGE_TOKEN = 1000, 990
-QUERY_TOKENS, PROMPT_TOKENS = 40, 20
 TEMPERATURE = 0.07
-Step = Callable[[], None]
-
-
-def build_model(vision_adapter: bool) -> BiQwen3:
-    language = {
-        "vocab_size": VOCABULARY, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 8,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": [12, 10, 10],
-        },
-    }  # fmt: skip
-    vision = {
-        "depth": 8, "hidden_size": 256, "intermediate_size": 1024, "num_heads": 4, "patch_size": PATCH,
-        "spatial_merge_size": MERGE, "temporal_patch_size": 2, "out_hidden_size": 384,
-        "num_position_embeddings": 256, "deepstack_visual_indexes": [2, 5],
-    }  # fmt: skip
-    tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": IMAGE_TOKEN + 1, "vision_start_token_id": 992}
-    torch.manual_seed(0)
-    backbone = Qwen3VLModel(Qwen3VLConfig(text_config=language, vision_config=vision, **tokens)).requires_grad_(False)
-    model = BiQwen3(backbone, [0.5] * 3, [0.5] * 3)
-    model.add_adapter(r=8, alpha=16, dropout=0.0, vision=vision_adapter)
-    for name, parameter in model.trainable_parameters().items():
-        if ".lora_B." in name:  # zero at first, which would hide the gradients of A
-            nn.init.normal_(parameter, std=0.02)
-    return model.train()
-
-
-def make_inputs(number: int) -> tuple[Inputs, Inputs]:
-    """Queries and documents: random tokens, random pixels."""
-    source = torch.Generator().manual_seed(1)
-    patches = (SIDE // PATCH) ** 2
-    visual = patches // MERGE**2
-    texts = torch.randint(0, 900, (number, QUERY_TOKENS), generator=source)
-    prompts = torch.randint(0, 900, (number, PROMPT_TOKENS), generator=source)
-    slots = torch.full((number, visual), IMAGE_TOKEN)
-    documents = torch.cat([prompts[:, :10], slots, prompts[:, 10:]], dim=1)
-    pixels = torch.randint(0, 256, (number * patches, 3 * PATCH**2), generator=source).to(torch.uint8)
-    grids = torch.tensor([[1, SIDE // PATCH, SIDE // PATCH]] * number)
-    return (
-        Inputs(texts.flatten(), [QUERY_TOKENS] * number, None, None, 0),
-        Inputs(documents.flatten(), [PROMPT_TOKENS + visual] * number, pixels, grids, 0),
-    )
 
 
 class Benchmark:
     """One model, one batch, and the ways to its gradients."""
 
-    def __init__(self, vision_adapter: bool, batch: int, chunk: int):
-        self.model, self.scale = build_model(vision_adapter), LogitScale(TEMPERATURE)
+    def __init__(self, model: BiQwen3, inputs: tuple[Inputs, Inputs], chunk: int):
+        self.model, self.scale = model, LogitScale(TEMPERATURE).to(model.pixel_mean.device)
         self.chunk = chunk
-        self.inputs = make_inputs(batch)
-        self.cut: Cut = cut_batch(*self.inputs, Chunking(documents=chunk, queries=chunk), MERGE)
-        self.whole = [inputs.chunks(batch)[0] for inputs in self.inputs]
+        self.cut: Cut = cut_batch(*inputs, Chunking(documents=chunk, queries=chunk), MERGE)
+        self.whole = [both.chunks(len(both))[0] for both in inputs]
 
     def contrast(self, embeddings: torch.Tensor) -> LossOutput:
         return clip_loss(*embeddings.split(self.cut.num_queries), self.scale)
@@ -101,7 +53,9 @@ class Benchmark:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
-        encoder = SentenceTransformer(modules=[SentenceEmbedding(self.model)], device="cpu").train()
+        encoder = SentenceTransformer(
+            modules=[SentenceEmbedding(self.model)], device=str(self.model.pixel_mean.device)
+        ).train()
         loss = CachedMultipleNegativesRankingLoss(encoder, scale=1 / TEMPERATURE, mini_batch_size=self.chunk)
         return lambda: loss([dict(chunk) for chunk in self.whole], None).backward()
 
@@ -125,27 +79,6 @@ class SentenceEmbedding(nn.Module):
         return features | {"sentence_embedding": self.model(**{n: features[n] for n in names if n in features})}
 
 
-def attention_flop(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:
-    """Two matrix products of (b, h, L, d) with (b, h, S, d)."""
-    return 4 * query[0] * query[1] * query[2] * key[2] * query[3]
-
-
-def attention_backward_flop(gradient: torch.Size, query: torch.Size, key: torch.Size, *_: object, **__: object) -> int:
-    """Five: the scores again, and a gradient each of scores, queries, keys, values."""
-    return 10 * query[0] * query[1] * query[2] * key[2] * query[3]
-
-
-def count_flop(step: Step) -> int:
-    """Returns the exact FLOP; the counter does not know CPU attention by itself."""
-    mapping = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flop,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flop,
-    }
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
-        step()
-    return counter.get_total_flops()
-
-
 def measure(benchmark: Benchmark, ways: dict[str, Step], rounds: int) -> list[dict]:
     wanted = benchmark.gradient(ways["full batch"])
     rows = []
@@ -153,13 +86,9 @@ def measure(benchmark: Benchmark, ways: dict[str, Step], rounds: int) -> list[di
         found = benchmark.gradient(step)
         difference = float((found - wanted).norm() / wanted.norm())
         rows.append({"way": name, "flop": count_flop(step), "relative_l2": difference})
-        rows[-1] |= {"seconds": math.inf, "cpu_seconds": math.inf}
-    for _ in range(rounds):  # alternating, so that a slow minute of the machine hits all alike
-        for row in rows:
-            started, cpu_started = time.perf_counter(), time.process_time()
-            ways[row["way"]]()
-            row["seconds"] = min(row["seconds"], time.perf_counter() - started)
-            row["cpu_seconds"] = min(row["cpu_seconds"], time.process_time() - cpu_started)
+    times = alternate(ways, rounds)
+    for row in rows:
+        row |= times[row["way"]]._asdict()
     for row in rows:
         row["flop_ratio"] = row["flop"] / rows[0]["flop"]
         row["time_ratio"] = row["seconds"] / rows[0]["seconds"]
@@ -189,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     results = {}
     for vision_adapter in (False, True):
-        benchmark = Benchmark(vision_adapter, args.batch, args.chunk)
+        benchmark = Benchmark(build_model(SMALL, vision_adapter), make_inputs(args.batch), args.chunk)
         chunks, some = len(benchmark.cut.chunks), max(1, len(benchmark.cut.chunks) // 4)
         ways: dict[str, Step] = {"full batch": benchmark.full_batch}
         ways["sentence-transformers"] = benchmark.sentence_transformers()
@@ -202,15 +131,20 @@ def main(argv: list[str] | None = None) -> int:
             results[vision_adapter, row["way"]] = row
             print(json.dumps({"benchmark": "grad_cache", "vision_adapter": vision_adapter, **row}), flush=True)
     print(f"\n{args.batch} queries and documents, chunks of {args.chunk}, {torch.get_num_threads()} threads\n")
-    print("| LoRA on | | FLOP | time | CPU time | relative L2 of the gradient |\n|---|---|---|---|---|---|")
-    for (vision_adapter, name), row in results.items():
-        part = "both parts" if vision_adapter else "language"
-        ratios = " | ".join(f"{row[kind + '_ratio']:.2f}" for kind in ("flop", "time", "cpu"))
-        print(f"| {part} | {name} | {ratios} | {row['relative_l2']:.0e} |")
+    cells = [
+        (
+            "both parts" if vision_adapter else "language", name,
+            *(f"{row[kind + '_ratio']:.2f}" for kind in ("flop", "time", "cpu")), f"{row['relative_l2']:.0e}",
+        )
+        for (vision_adapter, name), row in results.items()
+    ]  # fmt: skip
+    print(make_table(("LoRA on", "", "FLOP", "time", "CPU time", "relative L2 of the gradient"), cells))
     gates = check_gates({name: row for (vision_adapter, name), row in results.items() if not vision_adapter})
-    print("\n| gate | measured | at most | |\n|---|---|---|---|")
-    for name, (found, most) in gates.items():
-        print(f"| {name} | {found:.3g} | {most:.3g} | {'kept' if found <= most else 'missed'} |")
+    cells = [
+        (name, f"{found:.3g}", f"{most:.3g}", "kept" if found <= most else "missed")
+        for name, (found, most) in gates.items()
+    ]
+    print("\n" + make_table(("gate", "measured", "at most", ""), cells))
     exact = [found <= most for name, (found, most) in gates.items() if not name.startswith("time")]
     return 0 if all(exact) else 1
 

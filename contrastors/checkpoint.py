@@ -133,7 +133,7 @@ def _refuse_generation_keys(folder: Path) -> None:
     if keys and all(key.startswith(GENERATION_PREFIX) for key in keys):
         raise BadCheckpoint(
             f"{folder}: its keys carry one more `model.` level, as for Qwen3VLForConditionalGeneration (ms-swift saves "
-            "such adapters); here it would have no effect"
+            "such adapters); here it would have no effect, python train_swift.py --remap DIR writes the one that fits"
         )
 
 

@@ -61,7 +61,7 @@ TRAIN_FLAGS = {
         "--output-dir": "training/output_contrastors", "--save-steps": 100, "--save-total-limit": 5, "--resume": None,
         "--allow-changed-args": False, "--overwrite": False, "--report-to": "none", "--run-name": None,
     },
-    "runtime": {"--device": "auto", "--seed": 0},
+    "runtime": {"--device": "auto", "--seed": 0, "--plan": False},
 }  # fmt: skip
 TRAIN_CHOICES = {
     "--missing-negatives": ("mask", "drop-row"), "--dtype": ("auto", "bf16", "fp32"),
