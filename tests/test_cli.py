@@ -46,7 +46,8 @@ TRAIN_FLAGS = {
     },
     "adapter": {"--lora-r": 32, "--lora-alpha": 32, "--lora-dropout": 0.05, "--lora-vit": False},
     "loss": {
-        "--temperature": 0.07, "--logit-scale-lr": 1e-3, "--mask-false-negatives": True, "--grad-reduction": "sum", "--loss-tile": 0,
+        "--temperature": 0.07, "--logit-scale-lr": 1e-3, "--mask-false-negatives": True, "--grad-reduction": "sum",
+        "--loss-tile": 0,
     },
     "optimization": {
         "--batch-size": 4, "--grad-cache-chunk": 2, "--chunk-tokens": 0, "--query-chunk": 0, "--retain-graphs": None,

@@ -20,7 +20,7 @@ FLOORS = {
     "records": 0, "images": 0, "validation": 0, "metrics": 0, "runlog": 0, "cli": 0,
     "shards": 0, "datacard": 0, "splits": 0, "sources": 0,
     "candidates": 0, "verdicts": 0, "vlm_messages": 0, "vlm": 0, "reviews": 0, "report": 0, "corpus": 0,
-    "search_api": 0, "demo_judge": 0, "negatives": 0, "served": 0, "comparison": 0, "plots": 0,
+    "search_api": 0, "demo_judge": 0, "negatives": 0, "served": 0, "comparison": 0, "plots": 0, "swift_rows": 0,
     # 1: torch
     "rand_state": 1, "distributed": 1, "logit_scale": 1, "pixels": 1, "index": 1,
     # 2
@@ -29,7 +29,8 @@ FLOORS = {
     "data": 3, "evaluation": 3, "checkpoint": 3, "demo": 3, "loading": 3, "embeddings": 3,
     "mining": 3, "gates": 3, "chunking": 3,
     # 4 to 6: programs of their own, on top of the rest
-    "export_files": 4, "checks": 4, "export_check": 5, "step_checks": 5, "export": 6, "doctor": 6,
+    "export_files": 4, "checks": 4, "costs": 4, "swift": 4, "export_check": 5, "step_checks": 5, "plan": 5, "export": 6,
+    "doctor": 6,
 }  # fmt: skip
 # Imports within a floor are a smell; these are all there are. records and images are the ground that floor 0 stands on.
 SAME_FLOOR = {
@@ -44,6 +45,7 @@ SAME_FLOOR = {
     ("served", "candidates"), ("served", "negatives"), ("served", "records"),
     ("evaluation", "data"), ("embeddings", "data"), ("mining", "data"), ("mining", "embeddings"),
     ("loading", "checkpoint"), ("comparison", "metrics"), ("plots", "metrics"), ("plots", "records"),
+    ("swift_rows", "images"), ("swift_rows", "records"),
 }  # fmt: skip
 MODULES = sorted({path.stem for path in LIBRARY.glob("*.py")} - {"__init__"})
 HEAVY = ("torch", "torchvision", "transformers", "peft", "accelerate", "safetensors", "datasets")

@@ -1,0 +1,106 @@
+"""Every benchmark runs at its smallest size, and what it says of exactness holds. No times are compared."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmarks.common import PeakMemory, alternate, fit_exponent
+from benchmarks.models import TINY, LiveSavedBytes, build_model, make_inputs
+
+
+def rows_of(capsys, name: str, *argv: object) -> dict[str, list[dict]]:
+    """Runs a benchmark with `--json` and returns its rows by table."""
+    assert importlib.import_module(f"benchmarks.{name}").main(["--json", *map(str, argv)]) == 0
+    tables: dict[str, list[dict]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        row = json.loads(line)
+        tables.setdefault(row.pop("benchmark"), []).append(row)
+    return tables
+
+
+def test_loader_ships_an_eighth_of_the_bytes_and_the_same_pixels(capsys):
+    tables = rows_of(capsys, "loader", "--number", 2, "--rounds", 1, "--documents", 64)
+    _, plain, ours = tables["loader: tiles"]
+    assert plain["MB a tile"] == pytest.approx(8 * ours["MB a tile"]) and ours["largest difference"] == 0
+    before, after, _ = tables["loader: padding"]
+    assert before["padded / real"] > 1.15 and 1 <= after["padded / real"] <= 1.05
+
+
+def test_loader_prints_markdown_tables(capsys):
+    from benchmarks.common import show
+
+    show("a title", [{"way": "x", "value": 1234.5678}, {"way": "y", "value": 2}], as_json=False)
+    assert capsys.readouterr().out == "a title\n\n| way | value |\n|---|---|\n| x | 1,235 |\n| y | 2 |\n\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+def test_loss_in_tiles_equals_the_whole_and_takes_less(capsys):
+    options = ("--sizes", 3072, "--negatives", 0, "--rounds", 1, "--compare", 256)
+    tables = rows_of(capsys, "loss", *options)
+    whole, tiles = tables["loss: memory and time"]
+    assert (whole["way"], tiles["way"]) == ("whole", "tiles")
+    assert tiles["MiB of the loss"] < whole["MiB of the loss"] and whole["MiB of the loss"] > 36
+    (compared,) = tables["loss: tiles against the whole matrix"]
+    assert compared["difference of the loss"] < 1e-6 and compared["relative L2 of the gradients"] < 1e-6
+
+
+@pytest.mark.dist
+def test_one_bucket_is_one_call_and_a_step_makes_three(capsys):
+    tables = rows_of(capsys, "collectives", "--ranks", 2, "--lora-r", 1, "--rounds", 1)
+    flat, single = tables["collectives: gradients"]
+    assert (flat["calls"], single["calls"], flat["tensors"]) == (1, 416, 416) and flat["relative L2"] < 1e-6
+    (step,) = tables["collectives: a training step"]
+    assert step["of a step"] == 3
+
+
+def test_scaling_finds_flop_and_retained_graphs_in_proportion_to_the_batch_and_classic_memory_constant(capsys):
+    options = ("--batches", 4, 8, "--negatives", 0, 1, "--sides", 64, 128, "--batch", 4, "--rounds", 1)
+    tables = rows_of(capsys, "scaling", *options)
+    batch = tables["scaling: exponents (against the batch, 1 + negatives, the visual tokens of a tile)"][0]
+    assert batch["GFLOP"] == pytest.approx(1, abs=0.01) and batch["MiB saved"] == pytest.approx(0, abs=0.01)
+    assert batch["MiB saved, all retained"] == pytest.approx(1, abs=0.05)
+
+
+def test_the_gpu_script_runs_on_the_cpu_and_all_its_ways_give_one_gradient(capsys):
+    options = ("--device", "cpu", "--tiny", "--batch", 4, "--chunk", 2, "--side", 64, "--rounds", 1)
+    rows = rows_of(capsys, "gpu", *options)["gpu: steps"]
+    assert {"classic GradCache", "vision once", "all retained"} <= {row["way"] for row in rows}
+    assert max(row["relative L2 to classic"] for row in rows) < 1e-5
+    assert all(row["tokens/s"] > 0 for row in rows)
+
+
+def test_grad_cache_ways_of_a_tiny_model_give_one_gradient():
+    from benchmarks.grad_cache import Benchmark
+
+    benchmark = Benchmark(build_model(TINY), make_inputs(4, side=64), 2)
+    wanted = benchmark.gradient(benchmark.full_batch)
+    for retained, once in ((0, False), (0, True), (2, True), (99, False)):
+        found = benchmark.gradient(lambda r=retained, o=once: benchmark.grad_cache(r, o))
+        assert (found - wanted).norm() / wanted.norm() < 1e-5
+
+
+def test_peak_memory_sees_what_is_gone_at_the_end():
+    with PeakMemory() as peak:
+        torch.zeros(32 * 2**20).add_(1)
+    assert 120 * 2**20 < peak.bytes < 200 * 2**20
+
+
+def test_alternating_runs_take_turns_and_exponents_are_those_of_powers():
+    calls: list[str] = []
+    found = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
+    assert calls == ["a", "b", "a", "b"] and set(found) == {"a", "b"}
+    assert fit_exponent([1, 2, 8], [5, 20, 320]) == pytest.approx(2)
+
+
+def test_live_saved_bytes_count_a_storage_once_and_forget_what_is_freed():
+    linear = torch.nn.Linear(4, 4)
+    with LiveSavedBytes(linear) as saved:
+        x = torch.ones(1024, 4, requires_grad=True)
+        for _ in range(3):
+            (linear(x) * x).sum().backward()
+    assert 2 * x.nbytes <= saved.peak < 4 * x.nbytes and saved.now == 0
