@@ -389,7 +389,7 @@ def read_args(folder: str | Path) -> dict[str, Any]:
             continue
         try:
             held = json.loads(path.read_text(encoding="utf-8"))
-            found |= held["args"] if name == STATE_FILE else {"model": held.get("base_model_name_or_path")}
+            found |= held.get("args", {}) if name == STATE_FILE else {"model": held.get("base_model_name_or_path")}
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise BadCheckpoint(f"{path}: cannot be read ({error})") from error
     return found

@@ -187,7 +187,10 @@ def _read_step(checkpoint: Path) -> int:
 def _write_record(folder: Path, step: int, flags: dict[str, Any], processor: BiQwen3Processor) -> None:
     """Writes what the other scripts ask of a checkpoint: model, pixel limit, temperature, and a model card."""
     logit_scale = LogitScale(flags.get("temperature", 0.07))
-    record = {"step": step, "trained_by": "ms-swift", "args": flags}
+    # Not as --train-jsonl and --eval-jsonl: the other scripts would read them as rows of their own.
+    files = {name: flags.get(name) for name in ("train_jsonl", "eval_jsonl")}
+    args = {name: value for name, value in flags.items() if name not in files}
+    record = {"step": step, "trained_by": "ms-swift", "trained_on": files, "args": args}
     if "max_num_visual_tokens" in flags:
         record["processor"] = processor.describe()
     write_text(folder / STATE_FILE, dump_json(record, indent=1) + "\n")

@@ -183,7 +183,9 @@ def test_one_training_step_has_our_loss_and_gradient(figures):
 
 
 @needs_swift
-def test_over_two_ranks_swift_s_gradient_is_that_of_the_mean_reduction(work, figures):
+@pytest.mark.slow
+@pytest.mark.dist
+def test_over_two_ranks_swift_s_gradient_is_that_of_the_mean_reduction(work):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, "--multi-gpu", work]
     done = start(work, *command)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -261,6 +263,18 @@ def test_the_remapped_adapter_is_accepted_by_verify_with_the_limit_it_was_traine
     found = json.loads((work / "v.json").read_text(encoding="utf-8"))
     assert found["settings"]["max_num_visual_tokens"] == VISUAL_TOKENS
     assert found["models"][1]["metrics"] != found["models"][0]["metrics"]
+
+
+@needs_swift
+def test_an_export_of_the_remapped_adapter_is_swift_s_own_again(two_ranks, tmp_path):
+    from contrastors.export_files import read_source, write_generation_adapter
+
+    source = read_source(str(two_ranks / "checkpoint-3-biqwen3"), None, None, None)
+    assert source.max_num_visual_tokens == VISUAL_TOKENS
+    assert "train_jsonl" not in source.record["args"]  # its rows have swift's format, an export would stumble over them
+    write_generation_adapter(source, tmp_path)
+    made, saved = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, two_ranks / "checkpoint-3"))
+    assert made.keys() == saved.keys() and all(torch.equal(made[key], saved[key]) for key in made)
 
 
 @needs_swift
