@@ -35,7 +35,7 @@ demo: $(BIN)/.installed
 test: $(BIN)/.installed-tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow" tests
 
-# Whole programs in fresh processes, again and again: what CI runs besides.
+# Whole programs in fresh processes, again and again.
 test-slow: $(BIN)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m slow tests
 

@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -96,10 +96,8 @@ def _agree_on_attempt(store: dist.Store, rank: int, size: int) -> int:
     while time.monotonic() < deadline:
         attempt = store.add("attempt", 0)
         store.set(f"{attempt}/{rank}", name)
-        with suppress(dist.DistStoreError):
-            store.wait([f"{attempt}/all"], timedelta(seconds=1))
-            if name in json.loads(store.get(f"{attempt}/all")):
-                return attempt
+        if store.check([f"{attempt}/all"]) and name in json.loads(store.get(f"{attempt}/all")):
+            return attempt
         time.sleep(0.05)  # rank 0 of this attempt is still to come
     raise LostRank(f"rank {rank} waited {_TIMEOUT} for rank 0 to start")
 
