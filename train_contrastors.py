@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from contrastors.cli import (
     Stopped,
     add_image_flags,
-    fraction,
+    add_model_flags,
     make_parser,
     natural_float,
     natural_int,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from contrastors.distributed import GradientBucket, World
     from contrastors.evaluation import EvalSet
     from contrastors.logit_scale import LogitScale
-    from contrastors.loss import LossOutput
     from contrastors.processing import BiQwen3Processor
     from contrastors.runlog import RunLog
 
@@ -79,7 +78,7 @@ FIXED_BY_ADAPTER = {"model", "lora_r", "lora_alpha", "lora_dropout", "lora_vit"}
 
 # ---------------------------------------------------------------------------------------------------------------- flags
 
-RETAIN_HELP = "chunks forwarded once, their graphs kept; 0 = memory of one chunk (default: auto on cuda, 0 elsewhere)"
+RETAIN_HELP = "chunks forwarded once, their graphs kept; 0 = graph of one chunk (default: auto on cuda, 0 elsewhere)"
 
 
 def auto_or_count(text: str) -> str | int:
@@ -104,20 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-workers", type=natural_int, default=4, help="loader processes of each rank; 0 = none, loads in line")
     add_image_flags(data)
 
-    add = parser.add_argument_group("model").add_argument
-    add("--model", default="Qwen/Qwen3-VL-Embedding-2B", help="base model: hub name or folder")
-    add("--max-num-visual-tokens", type=positive_int, default=256, help="of the largest image; 1024 pixels each")
-    add("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="auto = bf16 on cuda, fp32 elsewhere")
-    attention = ("auto", "sdpa", "flash_attention_2", "eager")
-    add("--attn-implementation", choices=attention, default="auto", help="auto = sdpa")
-    add("--gradient-checkpointing", action=onoff, default=False, help="recompute layers in the backward: less memory")
-
-    add = parser.add_argument_group("adapter").add_argument
-    add("--lora-r", type=positive_int, default=32, help="rank of the LoRA matrices")
-    add("--lora-alpha", type=positive_int, default=32, help="LoRA scale, alpha / r")
-    add("--lora-dropout", type=fraction, default=0.05, help="dropout in front of the LoRA; 0 = off")
-    add("--lora-vit", action=onoff, default=False, help="adapt the vision blocks too, not only the language model")
-
+    add_model_flags(parser)
     add = parser.add_argument_group("loss").add_argument
     add("--temperature", type=positive_float, default=0.07, help="initial temperature, 0.01 to 1; it is learned")
     add("--logit-scale-lr", type=natural_float, default=1e-3, help="learning rate of the temperature; 0 = fixed")
@@ -377,16 +363,6 @@ def learning_rate_factor(args: argparse.Namespace, step: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
-def contrast_batch(embeddings: torch.Tensor, places: torch.Tensor, batch: Batch, run: Run) -> LossOutput:
-    """Returns the loss of the embeddings [queries, distinct documents] of a batch; `places` are the documents' rows."""
-    from contrastors.loss import clip_loss
-
-    num_queries = len(batch.queries)
-    queries, documents = embeddings[:num_queries], embeddings[num_queries:]
-    columns, args = documents[places[batch.slots]], run.args
-    return clip_loss(queries, columns, run.logit_scale, args.num_hard_negatives, batch.mask, args.loss_tile)
-
-
 def compute_gradients(run: Run, batch: Batch) -> list[float]:
     """Fills the bucket with the gradients of a step, averaged over ranks, and returns what rode along. Collective.
 
@@ -398,6 +374,7 @@ def compute_gradients(run: Run, batch: Batch) -> list[float]:
     import torch
 
     from contrastors.chunking import add_gradients, cut_batch
+    from contrastors.data import contrast_batch
     from contrastors.rand_state import seed_step
 
     args, bucket, step = run.args, run.bucket, run.state.step
@@ -406,7 +383,8 @@ def compute_gradients(run: Run, batch: Batch) -> list[float]:
         seed_step(args.seed, step, run.world.rank)
         bucket.zero_()
         cut = cut_batch(batch.queries, batch.documents, run.chunking, run.processor.merge_size)
-        contrast = partial(contrast_batch, places=cut.places, batch=batch, run=run)
+        options = run.logit_scale, args.num_hard_negatives, args.loss_tile
+        contrast = partial(contrast_batch, batch, cut.places, *options)
         output, gave_up_own, needs_halves = add_gradients(run.model, cut, contrast, loss_factor, run.chunking)
         # Loss, accuracy, memory and the wish to stop ride with the gradients: one collective for all of them.
         stop = [float(run.stop.received == number) for number in (signal.SIGINT, signal.SIGTERM)]

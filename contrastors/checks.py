@@ -13,7 +13,15 @@ import torch
 
 from contrastors.biqwen3 import BiQwen3
 from contrastors.chunking import Chunking, cut_batch
-from contrastors.data import Batch, BatchOrder, StepDataset, TrainingSet, build_training_set, load_batches
+from contrastors.data import (
+    Batch,
+    BatchOrder,
+    StepDataset,
+    TrainingSet,
+    build_training_set,
+    contrast_batch,
+    load_batches,
+)
 from contrastors.distributed import GradientBucket, World
 from contrastors.evaluation import COLLAPSED, mean_pairwise_cosine
 from contrastors.gates import (
@@ -29,7 +37,7 @@ from contrastors.gates import (
 from contrastors.images import open_image, pad_small
 from contrastors.loading import load_bi_encoder
 from contrastors.logit_scale import LogitScale
-from contrastors.loss import LossOutput, clip_loss
+from contrastors.loss import LossOutput
 from contrastors.processing import BiQwen3Processor
 from contrastors.records import read_pairs
 from contrastors.validation import check_images, image_paths
@@ -108,9 +116,8 @@ class Patient:
 
     def contrast(self, embeddings: torch.Tensor, batch: Batch) -> LossOutput:
         """Returns the loss of the embeddings [queries, distinct documents] of a batch."""
-        queries, documents = embeddings[: len(batch.queries)], embeddings[len(batch.queries) :]
-        num_negatives = self.args.num_hard_negatives
-        return clip_loss(queries, documents[batch.slots], self.logit_scale, num_negatives, batch.mask)
+        places = torch.arange(len(batch.documents), device=embeddings.device)
+        return contrast_batch(batch, places, self.logit_scale, self.args.num_hard_negatives, 0, embeddings)
 
 
 def read_rows(args: argparse.Namespace) -> tuple[TrainingSet, list[Check]]:

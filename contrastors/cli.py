@@ -57,6 +57,33 @@ def add_image_flags(group: Any) -> None:
     )  # fmt: skip
 
 
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the groups `model` and `adapter` of training: what the doctor examines must be what training makes."""
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default="Qwen/Qwen3-VL-Embedding-2B", help="base model: hub name or folder")
+    add("--max-num-visual-tokens", type=positive_int, default=256, help="of the largest image; 1024 pixels each")
+    add("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="auto = bf16 on cuda, fp32 elsewhere")
+    attention = ("auto", "sdpa", "flash_attention_2", "eager")
+    add("--attn-implementation", choices=attention, default="auto", help="auto = sdpa")
+    add(
+        "--gradient-checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="recompute layers in the backward: less memory",
+    )
+
+    add = parser.add_argument_group("adapter").add_argument
+    add("--lora-r", type=positive_int, default=32, help="rank of the LoRA matrices")
+    add("--lora-alpha", type=positive_int, default=32, help="LoRA scale, alpha / r")
+    add("--lora-dropout", type=fraction, default=0.05, help="dropout in front of the LoRA; 0 = off")
+    add(
+        "--lora-vit",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="adapt the vision blocks too, not only the language model",
+    )
+
+
 def _number(kind: type, low: float, high: float, text: str, what: str, open_low: bool = False) -> Any:
     try:
         value = kind(text)

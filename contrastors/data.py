@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from contrastors.distributed import World, from_main, gather_objects
 from contrastors.images import BadImage, open_image
-from contrastors.loss import ColumnMask
+from contrastors.loss import ColumnMask, LossOutput, clip_loss
 from contrastors.processing import BiQwen3Processor, Inputs, Item
 from contrastors.records import BadRow, Pair
 from contrastors.validation import FactCache, ImageFact, check_images
@@ -229,6 +229,28 @@ class Batch:
         mask = ColumnMask(*(t.to(device, non_blocking=True) for t in self.mask))
         slots = self.slots.to(device, non_blocking=True)
         return Batch(self.queries.to(device), self.documents.to(device), slots, mask, self.lines, self.num_truncated)
+
+
+def contrast_batch(
+    batch: Batch,
+    places: torch.Tensor,
+    logit_scale: Callable[[torch.Tensor], torch.Tensor],
+    num_hard_negatives: int,
+    tile: int,
+    embeddings: torch.Tensor,
+) -> LossOutput:
+    """Returns the loss of a batch. Collective: every rank must call it.
+
+    Args:
+        batch: Of this rank.
+        places: (documents,) int64, row of each document among those of `embeddings`.
+        logit_scale: Turns similarities into logits.
+        num_hard_negatives: K.
+        tile: Queries of a tile of logits; 0 = automatic.
+        embeddings: (queries + documents, D), queries first; last, so that `partial` makes a contrast of the rest.
+    """
+    queries, documents = embeddings[: len(batch.queries)], embeddings[len(batch.queries) :]
+    return clip_loss(queries, documents[places[batch.slots]], logit_scale, num_hard_negatives, batch.mask, tile)
 
 
 @dataclass(frozen=True, slots=True)

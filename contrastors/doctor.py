@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from contrastors.cli import (
     add_image_flags,
-    fraction,
+    add_model_flags,
     make_parser,
     natural_int,
     positive_float,
@@ -40,7 +40,6 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the command line: flags of the training script with its defaults, and a few of the doctor's own."""
     parser = make_parser(__doc__)
     parser.prog = "python -m contrastors.doctor"
-    onoff = argparse.BooleanOptionalAction
 
     data = parser.add_argument_group("data")
     add = data.add_argument
@@ -51,20 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-workers", type=natural_int, default=4, help="loader processes; 0 = none, loads in line")
     add_image_flags(data)
 
-    add = parser.add_argument_group("model").add_argument
-    add("--model", default="Qwen/Qwen3-VL-Embedding-2B", help="base model: hub name or folder")
-    add("--max-num-visual-tokens", type=positive_int, default=256, help="of the largest image; 1024 pixels each")
-    add("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="auto = bf16 on cuda, fp32 elsewhere")
-    attention = ("auto", "sdpa", "flash_attention_2", "eager")
-    add("--attn-implementation", choices=attention, default="auto", help="auto = sdpa")
-    add("--gradient-checkpointing", action=onoff, default=False, help="recompute layers in the backward: less memory")
-
-    add = parser.add_argument_group("adapter").add_argument
-    add("--lora-r", type=positive_int, default=32, help="rank of the LoRA matrices")
-    add("--lora-alpha", type=positive_int, default=32, help="LoRA scale, alpha / r")
-    add("--lora-dropout", type=fraction, default=0.05, help="dropout in front of the LoRA; 0 = off")
-    add("--lora-vit", action=onoff, default=False, help="adapt the vision blocks too, not only the language model")
-
+    add_model_flags(parser)
     add = parser.add_argument_group("step").add_argument
     add("--temperature", type=positive_float, default=0.07, help="initial temperature, 0.01 to 1")
     add("--grad-reduction", choices=("sum", "mean"), default="sum", help="over ranks; mean = gradient of one process")
