@@ -5,6 +5,7 @@ Reads (query, tile) pairs as JSONL; writes a run folder: checkpoint-N/ (PEFT ada
   python train_contrastors.py --train-jsonl pairs.jsonl --eval-jsonl eval.jsonl --batch-size 64 --grad-cache-chunk 4
   torchrun --nproc_per_node=8 train_contrastors.py --train-jsonl train_hn.jsonl --num-hard-negatives 2 --batch-size 32
   python train_contrastors.py --resume training/output_contrastors/checkpoint-200
+  python train_contrastors.py --mode query-side-tune --train-jsonl pairs.jsonl     (an index of documents stays valid)
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ import os
 import signal
 import sys
 import time
-import uuid
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contrastors.cli import (
     Stopped,
+    StopSignals,
     add_image_flags,
     add_model_flags,
     make_parser,
@@ -47,33 +47,21 @@ if TYPE_CHECKING:
     from contrastors.evaluation import EvalSet
     from contrastors.logit_scale import LogitScale
     from contrastors.processing import BiQwen3Processor
+    from contrastors.resume import TrainState
     from contrastors.runlog import RunLog
+    from contrastors.search_api import SearchClient
+    from contrastors.served_eval import ServedEvalSet
 
 METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "margin", "loss")
 LOWER_IS_BETTER = ("loss",)
-ONE_AT_A_TIME = "one document a chunk; use --gradient-checkpointing, or lower --max-num-visual-tokens"
+ONE_AT_A_TIME = "chunks of one; use --gradient-checkpointing, or lower --max-num-visual-tokens or --max-query-tokens"
+MODES = ("standard", "query-side-tune")
 CURVES = ("train/loss", "train/accuracy", "train/temperature", "eval/loss", "eval/recall@1", "eval/mrr", "eval/margin")
 
-# Flags of one call: never taken from a checkpoint.
-OF_THIS_CALL = {"resume", "overwrite", "allow_changed_args", "eval_only", "output_dir", "plan"}
-# Flags that may differ from the checkpoint's without altering what is trained.
-FREE_ON_RESUME = OF_THIS_CALL | {
-    "num_workers", "eval_steps", "eval_batch_size", "save_steps", "save_total_limit", "report_to", "run_name", "device",
-    "max_bad_fraction", "max_image_pixels", "batch_size", "best_metric", "eval_jsonl", "max_eval_rows", "retain_graphs",
-    "memory_budget_gb", "reuse_vision_features",
-}  # fmt: skip
-# What the recorded chunking of a checkpoint was chosen for; while they stay, it stays.
-CHUNKING = (
-    "grad_cache_chunk", "chunk_tokens", "query_chunk", "retain_graphs", "memory_budget_gb", "reuse_vision_features",
-)  # fmt: skip
-# What the best checkpoint is measured by.
-MEASURE = ("best_metric", "eval_jsonl", "max_eval_rows")
-# An evaluation may ask anything of an old adapter but another adapter.
-EVAL_FREE = FREE_ON_RESUME | {
-    "max_num_visual_tokens", "max_query_tokens", "dtype", "attn_implementation", "seed",
-}  # fmt: skip
-# Written into the adapter: another value could not act on a resumed run.
-FIXED_BY_ADAPTER = {"model", "lora_r", "lora_alpha", "lora_dropout", "lora_vit"}
+# What acts in one of the modes only; the first group in query-side tuning.
+OF_QUERY_SIDE = ("query_side_backward", "document_cache", "search_api_url", "search_api_batch_size", "test_jsonl")
+OF_DOCUMENT_CHUNKS = ("chunk_tokens", "reuse_vision_features", "memory_budget_gb")
+OF_CHUNKS = ("grad_cache_chunk", "query_chunk", "retain_graphs")
 
 
 # ---------------------------------------------------------------------------------------------------------------- flags
@@ -146,6 +134,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--report-to", choices=trackers, default="none", help="mirror of metrics.jsonl")
     add("--run-name", help="name shown by --report-to (default: name of the run folder)")
 
+    add = parser.add_argument_group("query side").add_argument
+    add("--mode", choices=MODES, default="standard", help="query-side-tune: documents keep the base model's vectors")
+    backwards = ("direct", "gradcache")
+    add("--query-side-backward", choices=backwards, default="direct", help="all queries in one forward, or in chunks")
+    add("--document-cache", metavar="DIR", help="vectors of documents (default: document_cache in the run folder)")
+    add("--search-api-url", metavar="URL", help="service with the frozen index; it is asked at each evaluation")
+    add("--search-api-batch-size", type=positive_int, default=32, help="queries of one request")
+    add("--test-jsonl", metavar="FILE", help="rows whose queries the service is asked (default: --eval-jsonl)")
+
     add = parser.add_argument_group("runtime").add_argument
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto = cuda, then mps, then cpu")
     add("--seed", type=natural_int, default=0, help="of adapter, order and dropout")
@@ -187,6 +184,7 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: s
             "a global batch of one row without hard negatives has nothing to contrast; raise --batch-size",
         ),
     ]
+    refusals += refuse_mode(args, typed)
     acts = {"sample_negatives": args.sample_negatives, "missing_negatives": args.missing_negatives == "drop-row"}
     for name in typed & acts.keys() if training and not args.num_hard_negatives else ():
         refusals.append((acts[name], f"{flag(name)} needs --num-hard-negatives"))
@@ -198,70 +196,36 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: s
             parser.error(text)
 
 
+def refuse_mode(args: argparse.Namespace, typed: set[str]) -> list[tuple[bool, str]]:
+    """Returns what flags that act in one mode only are refused for."""
+    if args.mode == "standard":
+        idle = [name for name in OF_QUERY_SIDE if name in typed and getattr(args, name) is not None]
+        return [(True, f"{flag(name)} acts on --mode query-side-tune only") for name in idle]
+    idle = [name for name in OF_DOCUMENT_CHUNKS if name in typed and getattr(args, name)]
+    refused = [
+        (True, f"{flag(name)} is about chunks of documents, and --mode {args.mode} embeds none") for name in idle
+    ]
+    if args.query_side_backward == "direct":
+        idle = [name for name in OF_CHUNKS if name in typed]
+        refused += [(True, f"{flag(name)} acts on --query-side-backward gradcache only") for name in idle]
+    service = {"search_api_batch_size", "test_jsonl"} & typed if not args.search_api_url else ()
+    refused += [(getattr(args, name) is not None, f"{flag(name)} needs --search-api-url") for name in service]
+    no_evaluation = args.eval_steps == 0 and not args.eval_only
+    return [
+        *refused,
+        (args.lora_vit, f"--lora-vit: --mode {args.mode} trains on queries, and they have no pixels"),
+        (args.retain_graphs == "auto", "--retain-graphs auto measures chunks of documents; give a number of chunks"),
+        (args.plan, f"--plan knows --mode standard only: in {args.mode} a step embeds the queries and nothing else"),
+        (args.search_api_url and no_evaluation, "--search-api-url is asked at evaluations; --eval-steps 0 has none"),
+    ]
+
+
 def flag(name: str) -> str:
     """Returns the flag of an argument's name."""
     return "--" + name.replace("_", "-")
 
 
-# --------------------------------------------------------------------------------------------------------------- resume
-
-
-def locate_checkpoint(args: argparse.Namespace) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """Returns the checkpoint of `--resume` (None = start anew), its state, and warnings."""
-    from contrastors.checkpoint import find_latest, list_checkpoints, read_state
-
-    if not args.resume:
-        return None, {}, []
-    if args.resume == "latest":
-        folder, warnings = find_latest(args.output_dir)
-        if folder is None and args.eval_only:
-            raise ValueError(f"--resume latest: {args.output_dir} holds no whole checkpoint to evaluate")
-        return (folder, read_state(folder), warnings) if folder else (None, {}, warnings)
-    folder = Path(args.resume)
-    if not folder.is_dir():
-        raise ValueError(f"--resume {folder}: no such folder")
-    if list_checkpoints(folder):
-        raise ValueError(f"--resume {folder} is a run folder; give a checkpoint in it, or latest with --output-dir")
-    return folder, read_state(folder), []
-
-
 # ------------------------------------------------------------------------------------------------------------------ run
-
-
-@dataclass(slots=True)
-class TrainState:
-    """Just what a checkpoint restores, beside weights and optimizer."""
-
-    run_id: str
-    step: int = 0
-    best_step: int | None = None
-    best_value: float | None = None
-    base_metrics: dict[str, float] = field(default_factory=dict)
-    last_metrics: dict[str, float] = field(default_factory=dict)
-    evaluated_step: int | None = None
-    num_truncated: int = 0
-
-
-class StopSignals:
-    """Notes SIGINT and SIGTERM, so that the step in flight ends and is saved; a later second one ends at once.
-
-    Attributes:
-        received: Signal that reached this rank, 0 = none. Never act on it alone: other ranks may not know.
-        agreed: Signal that every rank has heard of in the same collective.
-    """
-
-    def __init__(self) -> None:
-        self.received = 0
-        self.received_at = 0.0
-        self.agreed = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: Any) -> None:
-        if not self.received:
-            self.received, self.received_at = number, time.monotonic()
-        elif time.monotonic() - self.received_at > 5:  # sooner it is the same stop: launcher and scheduler both send it
-            raise Stopped(number)
 
 
 @dataclass(slots=True)
@@ -278,6 +242,10 @@ class Run:
     state: TrainState
     stop: StopSignals
     eval_set: EvalSet | None = None
+    eval_vectors: torch.Tensor | None = None
+    service: SearchClient | None = None
+    test_set: ServedEvalSet | None = None
+    is_service_proven: bool = False
     train_set: StepDataset | None = None
     bucket: GradientBucket | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -287,65 +255,6 @@ class Run:
     def scale(self) -> float:
         """1 / temperature now."""
         return 1 / self.logit_scale.temperature
-
-
-# ---------------------------------------------------------------------------------------------------------------- data
-
-
-def load_data(args: argparse.Namespace, world: World, log: RunLog, folder: Path) -> tuple[Any, Any]:
-    """Returns training and evaluation set (None where not asked for), the same on every rank; looks at each image."""
-    from contrastors.data import build_training_set, validate_images
-    from contrastors.evaluation import build_eval_set
-    from contrastors.records import check_bad_rows, read_pairs
-    from contrastors.runlog import progress
-    from contrastors.validation import image_paths
-
-    def load(source: str, max_rows: int, with_negatives: bool, build: Callable, report: str) -> Any:
-        pairs, resolver = read_pairs(source, max_rows)
-        paths = image_paths(pairs, with_negatives)
-        with progress(len(paths) // world.size, "checking images", world.is_main) as bar:
-            facts = validate_images(paths, resolver.folder, args.max_image_pixels, args.num_workers, world, bar.update)
-        data = build(pairs, facts)
-        if world.is_main:
-            check_bad_rows(source, data.bad_rows, len(pairs), args.max_bad_fraction, folder / report)
-        if resolver.num_renamed:
-            log.say(f"{source}: {resolver.num_renamed} paths were found under their other Unicode form")
-        if data.bad_rows:
-            log.say(f"{source}: skipped {len(data.bad_rows)} of {len(pairs)} rows, listed in {folder / report}")
-        return data
-
-    train = evaluation = None
-    if not args.eval_only:
-        drop = args.missing_negatives == "drop-row"
-        options = (args.num_hard_negatives, drop, args.mask_false_negatives)
-        with_negatives = args.num_hard_negatives > 0
-        build = lambda pairs, facts: build_training_set(pairs, facts, *options)  # noqa: E731
-        train = load(args.train_jsonl, args.max_train_rows, with_negatives, build, "bad_rows.jsonl")
-        report_training_set(args, train, log)
-    if args.eval_steps or args.eval_only:
-        evaluation = load(args.eval_jsonl, args.max_eval_rows, True, build_eval_set, "bad_eval_rows.jsonl")
-        missing = f", {evaluation.num_bad_negatives} negatives unreadable" if evaluation.num_bad_negatives else ""
-        log.say(
-            f"evaluation: {len(evaluation.queries)} queries, corpus of {len(evaluation.documents)} documents{missing}"
-        )
-    return train, evaluation
-
-
-def report_training_set(args: argparse.Namespace, train: Any, log: RunLog) -> None:
-    """Says what the rows hold; refuses a file without the hard negatives that were asked for."""
-    wanted = args.num_hard_negatives
-    slots = wanted * len(train.rows)
-    filled = sum(min(wanted, len(row.negatives)) for row in train.rows)
-    if wanted and not filled:
-        raise ValueError(
-            f"--num-hard-negatives {wanted}, but no row of {args.train_jsonl} has a usable neg_chunk_paths"
-        )
-    log.say(f"training: {len(train.rows)} rows, {len(train.documents)} distinct documents")
-    if wanted:
-        log.say(
-            f"hard negatives: {filled} of {slots} slots filled, {train.num_bad_negatives} unreadable, "
-            f"{train.num_positive_negatives} known positives left out, {train.num_dropped} rows dropped"
-        )
 
 
 # ------------------------------------------------------------------------------------------------------------- the step
@@ -455,7 +364,7 @@ def evaluate_run(run: Run) -> bool:
     with progress(total, "evaluating", run.world.is_main) as bar:
         result = evaluate(
             run.model, run.processor, run.eval_set, run.world, run.scale, args.eval_batch_size, args.num_workers,
-            args.max_image_pixels, lambda: run.stop.received, bar.update,
+            args.max_image_pixels, lambda: run.stop.received, bar.update, run.eval_vectors,
         )  # fmt: skip
     found = result.metrics
     if run.world.is_main:
@@ -469,6 +378,8 @@ def evaluate_run(run: Run) -> bool:
     run.log.say(f"step {state.step} evaluation: {cells} (recall@1 95% [{low:.3f}, {high:.3f}])")
     for warning in collapse_warnings(found):
         run.log.say(f"warning: {warning}")
+    if run.service is not None:
+        ask_service(run)
     state.last_metrics, state.evaluated_step = found, state.step
     if state.step == 0:  # the base model: no checkpoint, so never the best one
         state.base_metrics = found
@@ -483,6 +394,44 @@ def evaluate_run(run: Run) -> bool:
     return True
 
 
+def ask_service(run: Run) -> None:
+    """Evaluates on the index that a search service holds, logs, writes search_step{N}.jsonl. Collective.
+
+    A service that cannot be used is an error at the first evaluation of this process; later it must not end a training.
+
+    Raises:
+        SearchStopped: At the first evaluation.
+    """
+    from contrastors.data import ItemDataset
+    from contrastors.distributed import barrier
+    from contrastors.evaluation import embed, evaluating
+    from contrastors.runlog import progress
+    from contrastors.search_api import SearchStopped
+    from contrastors.served_eval import evaluate_service, service_line
+
+    args, step, queries = run.args, run.state.step, run.test_set.queries
+    dataset = ItemDataset(run.processor, "query", queries, args.max_image_pixels)
+    options = args.eval_batch_size, args.num_workers, lambda: run.stop.received
+    with evaluating(run.model):
+        vectors = embed(run.model, dataset, run.world, *options).numpy()
+    result = None
+    if run.world.is_main:
+        try:
+            with progress(len(queries), "searching", True) as bar:
+                result = evaluate_service(run.service, run.test_set, vectors, bar.update)
+        except SearchStopped as error:
+            if not run.is_service_proven:
+                raise
+            run.log.say(f"warning: step {step}: nothing was measured at the search service: {error}")
+    if result is not None:
+        run.is_service_proven = True
+        write_jsonl(run.folder / f"search_step{step}.jsonl", result.per_query)
+        if not args.eval_only:
+            run.log.metrics(step, {f"search/{name}": value for name, value in result.metrics.items()})
+        run.log.say(f"step {step} {service_line(result)}")
+    barrier()
+
+
 def save_run(run: Run) -> None:
     """Saves a checkpoint, marks the best, deletes surplus ones. The main rank writes; the others wait. Collective."""
     from contrastors.checkpoint import (
@@ -494,6 +443,7 @@ def save_run(run: Run) -> None:
         save_checkpoint,
     )
     from contrastors.distributed import barrier
+    from contrastors.resume import OF_THIS_CALL
     from contrastors.runlog import draw_curves, versions
 
     args, state = run.args, run.state
@@ -527,20 +477,16 @@ def save_run(run: Run) -> None:
 # ---------------------------------------------------------------------------------------------------------- begin, loop
 
 
-def recorded_chunking(args: argparse.Namespace, saved: dict[str, Any]) -> Chunking | None:
-    """Returns the chunking of a checkpoint as long as the flags are those that it was chosen for."""
-    from contrastors.chunking import Chunking
-
-    if not saved or any(vars(args)[name] != saved["args"].get(name) for name in CHUNKING):
-        return None
-    return Chunking(**saved["chunking"])
-
-
 def choose_chunking(run: Run) -> Chunking:
     """Returns how this run cuts its steps, with as many retained graphs as asked for, or as fit. Collective."""
     from contrastors.chunking import Chunking, choose_retained
 
     args = run.args
+    if args.mode != "standard" and args.query_side_backward == "direct":
+        return Chunking(documents=1, queries=args.batch_size)
+    if args.mode != "standard":
+        room = args.grad_cache_chunk * args.max_num_visual_tokens
+        return Chunking(args.grad_cache_chunk, room, args.query_chunk, args.retain_graphs or 0)
     reuse = args.reuse_vision_features and not run.model.trains_vision
     chunking = Chunking(args.grad_cache_chunk, args.chunk_tokens, args.query_chunk, reuse_features=reuse)
     wanted = args.retain_graphs
@@ -598,6 +544,39 @@ def begin_training(run: Run, train: Any, checkpoint: Path | None) -> None:
     )  # fmt: skip
 
 
+def freeze_documents(run: Run) -> None:
+    """Gives training and evaluation the base model's vectors of all documents that this run needs. Collective."""
+    from contrastors.loading import Encoder, identify_base
+    from contrastors.query_side import Wanted, freeze_documents
+    from contrastors.runlog import progress
+
+    def stop_or_count(count: int) -> None:
+        bar.update(count)
+        if run.stop.received:  # every batch is kept, and the next start goes on from there
+            raise Stopped(run.stop.received)
+
+    args, wanted = run.args, []
+    if run.train_set is not None:
+        wanted.append(Wanted(run.train_set.data.documents, run.train_set.documents_of(run.state.step, args.max_steps)))
+    if run.eval_set is not None:
+        table = run.eval_set.documents
+        wanted.append(Wanted(table, range(len(table))))
+    encoder = Encoder(run.model, run.processor, identify_base(args.model, run.model, run.world))
+    cache = args.document_cache or run.folder / "document_cache"
+    options = run.world, args.eval_batch_size, args.num_workers, args.max_image_pixels
+    started = time.perf_counter()
+    with progress(sum(len(w.numbers) for w in wanted) // run.world.size, "documents", run.world.is_main) as bar:
+        frozen = freeze_documents(encoder, cache, wanted, *options, stop_or_count)
+    run.log.say(
+        f"documents: {frozen.num_embedded} of {frozen.num_documents} embedded by the base model in "
+        f"{time.perf_counter() - started:.1f} s, the others read from {frozen.folder}"
+    )
+    if run.train_set is not None:
+        run.train_set.vectors = frozen.vectors[0]
+    if run.eval_set is not None:
+        run.eval_vectors = frozen.vectors[-1][range(len(run.eval_set.documents))]
+
+
 def train(run: Run) -> None:
     """Runs the loop to the last step, or until a signal; every rank does the same steps."""
     from contrastors.data import load_batches
@@ -635,8 +614,10 @@ def train(run: Run) -> None:
             values |= {
                 "time/step_s": step_s,
                 "time/data_wait_pct": 100 * waited_s / step_s,
-                "time/tiles_per_s": values["train/documents"] / step_s,
+                "time/queries_per_s": args.batch_size * run.world.size / step_s,
             }
+            if args.mode == "standard":
+                values["time/tiles_per_s"] = values["train/documents"] / step_s
             log.metrics(state.step, values)
             bar.update(1)
             if state.step in (first_step, args.max_steps) or state.step % 10 == 0:
@@ -645,11 +626,13 @@ def train(run: Run) -> None:
 
 def step_line(step: int, max_steps: int, values: dict[str, float]) -> str:
     """Returns the console line of a step."""
+    unit = "tiles" if "time/tiles_per_s" in values else "queries"
+    speed = f"{values[f'time/{unit}_per_s']:.1f} {unit}/s"
     return (
         f"step {step}/{max_steps} loss {values['train/loss']:.4f} accuracy {values['train/accuracy']:.3f} "
         f"lr {values['train/lr']:.2e} temperature {values['train/temperature']:.4f} "
         f"grad norm {values['train/grad_norm']:.3g} {values['time/step_s']:.2f} s "
-        f"({values['time/tiles_per_s']:.1f} tiles/s, data wait {values['time/data_wait_pct']:.0f} %)"
+        f"({speed}, data wait {values['time/data_wait_pct']:.0f} %)"
     )
 
 
@@ -701,42 +684,19 @@ def write_summary(run: Run) -> None:
         run.log.say(f"stopped by {name} after step {state.step}; --resume latest --output-dir {run.folder} goes on")
 
 
-def restore_state(args: argparse.Namespace, saved: dict[str, Any], log: RunLog) -> TrainState:
-    """Returns the state of a checkpoint, or a fresh one.
-
-    Raises:
-        ValueError: The checkpoint is beyond `--max-steps`.
-    """
-    from contrastors.checkpoint import absolute_args
-
-    known = {name: saved[name] for name in TrainState.__dataclass_fields__ if name in saved}
-    state = TrainState(**({"run_id": uuid.uuid4().hex} | known))
-    if args.eval_only:
-        return state
-    if state.step > args.max_steps:
-        raise ValueError(f"the checkpoint is at step {state.step}, beyond --max-steps {args.max_steps}; raise it")
-    if saved and any(absolute_args(vars(args))[name] != saved["args"][name] for name in MEASURE):
-        state.best_step = state.best_value = state.evaluated_step = None
-        log.say("the measure of the best checkpoint is another now: earlier bests do not count")
-    return state
-
-
 def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path | None]:
     """Returns the run, its training set (None for `--eval-only`) and the checkpoint that it continues."""
     from contrastors import distributed
-    from contrastors.checkpoint import find_results, load_scale, merge_args
+    from contrastors.checkpoint import find_results, load_scale
+    from contrastors.datasets import load_data
     from contrastors.loading import load_bi_encoder
     from contrastors.logit_scale import LogitScale
+    from contrastors.resume import locate_checkpoint, recorded_chunking, restore_state, take_flags
     from contrastors.runlog import RunLog
 
     checkpoint, saved, notes = locate_checkpoint(args)
     if checkpoint is not None:
-        if "output_dir" not in typed:
-            args.output_dir = str(checkpoint.parent)
-        elif not args.eval_only and Path(args.output_dir).resolve() != checkpoint.parent.resolve():
-            raise ValueError(f"--resume continues in {checkpoint.parent}; leave --output-dir out")
-        size = int(os.environ.get("WORLD_SIZE", 1))
-        notes += merge_args(args, typed, saved, EVAL_FREE if args.eval_only else FREE_ON_RESUME, FIXED_BY_ADAPTER, size)
+        notes += take_flags(args, typed, checkpoint, saved, int(os.environ.get("WORLD_SIZE", 1)))
     if args.resume:
         validate(build_parser(), args, typed)
     folder = Path(args.output_dir)
@@ -768,7 +728,24 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
     state = restore_state(args, saved, log)
     run = Run(args, world, log, folder, processor, model, logit_scale, state, StopSignals(), eval_set)
     run.chunking = recorded_chunking(args, saved)
+    model.documents_by_base = args.mode != "standard"
+    if args.search_api_url:
+        open_service(run)
     return run, train_data, checkpoint
+
+
+def open_service(run: Run) -> None:
+    """Reads the rows for the search service, and asks it for its health."""
+    from contrastors.distributed import barrier
+    from contrastors.search_api import SearchClient
+    from contrastors.served_eval import N_DOCS, NPROBE, read_served_eval_set
+
+    args = run.args
+    run.test_set = read_served_eval_set(args.test_jsonl or args.eval_jsonl, args.max_eval_rows)
+    run.service = SearchClient(args.search_api_url, N_DOCS, NPROBE, args.search_api_batch_size)
+    if run.world.is_main:
+        run.service.check()
+    barrier()
 
 
 def do(run: Run, train_data: Any, checkpoint: Path | None) -> None:
@@ -780,12 +757,16 @@ def do(run: Run, train_data: Any, checkpoint: Path | None) -> None:
         begin_training(run, train_data, checkpoint)
         if run.world.is_main:
             prepare_output(run, checkpoint is not None)
+        if run.model.documents_by_base:
+            freeze_documents(run)
         train(run)
         write_summary(run)
         return
     if checkpoint is not None:
         load_adapter(run.model, checkpoint, trainable=False)
     run.log.open()
+    if run.model.documents_by_base:
+        freeze_documents(run)
     try:
         evaluate_run(run)
     except EvaluationStopped as stopped:

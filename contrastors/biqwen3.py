@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ class BiQwen3(nn.Module):
         pixel_mean: (3,) channel means of the image processor, 0 to 1.
         pixel_std: (3,) standard deviations.
         autocast_dtype: Compute dtype of the forward on cuda; None = that of the weights.
+
+    Attributes:
+        documents_by_base: Documents are embedded as if there were no adapter: the other half of query-side tuning.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class BiQwen3(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.autocast_dtype = autocast_dtype
+        self.documents_by_base = False
         # Rounded as the torchvision backend rounds its fused rescale and normalise: mean / (1/255) in fp32.
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean) * (1.0 / (1 / 255)), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std) * (1.0 / (1 / 255)), persistent=False)
@@ -178,7 +183,8 @@ class BiQwen3(nn.Module):
             inputs["mm_encoder_outputs"] = {"image": image_features}
         elif pixel_values is not None:
             inputs["pixel_values"] = self._normalize(pixel_values)
-        with self._autocast(input_ids.device):
+        by_base = self.documents_by_base and image_grid_thw is not None
+        with self._autocast(input_ids.device), self.without_adapter() if by_base else nullcontext():
             hidden = self.backbone(**inputs).last_hidden_state
         return l2_normalize(pool_last_token(hidden, attention_mask))
 
@@ -210,6 +216,21 @@ class BiQwen3(nn.Module):
     def _autocast(self, device: torch.device) -> torch.autocast:
         enabled = self.autocast_dtype is not None
         return torch.autocast(device.type, self.autocast_dtype or torch.bfloat16, enabled=enabled)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Computes with the weights of the base model alone inside the block."""
+        if not isinstance(self.backbone, PeftModel):
+            yield
+            return
+        trainable = {id(parameter) for parameter in self.trainable_parameters().values()}
+        self.backbone.base_model.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            self.backbone.base_model.enable_adapter_layers()
+            for parameter in self.trainable_parameters().values():  # PEFT makes every adapter trainable again
+                parameter.requires_grad_(id(parameter) in trainable)
 
     @property
     def trains_vision(self) -> bool:

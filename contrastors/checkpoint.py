@@ -38,6 +38,8 @@ RUN_FILES = (
 )  # fmt: skip
 TRACKER_FOLDERS = ("tensorboard", "wandb")
 CARD_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "margin", "loss")
+# `--mode` of a run that trains the query tower alone; documents keep the base model's vectors.
+QUERY_SIDE = "query-side-tune"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -140,6 +142,8 @@ def _refuse_generation_keys(folder: Path) -> None:
 def load_adapter(model: BiQwen3, folder: str | Path, trainable: bool) -> dict[str, int]:
     """Puts the adapter of a folder on a base model; returns the number of adapted modules of each part.
 
+    An adapter of query-side tuning acts on queries alone from then on, wherever it is loaded.
+
     Raises:
         BadCheckpoint: The folder holds no adapter, or one of its keys or shapes does not match this model.
     """
@@ -153,6 +157,7 @@ def load_adapter(model: BiQwen3, folder: str | Path, trainable: bool) -> dict[st
     except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise BadCheckpoint(f"{folder}: the adapter does not fit this model ({str(error).splitlines()[0]})") from error
     read_back(model, folder, must_have_moved=False)
+    model.documents_by_base = read_args(folder).get("mode") == QUERY_SIDE
     return model.count_adapted()
 
 
@@ -285,68 +290,10 @@ def delete_old(run_folder: Path, keep: int, best_step: int | None, run_id: str) 
 def absolute_args(args: dict[str, Any]) -> dict[str, Any]:
     """Returns flags as a checkpoint stores them: with absolute paths, so that a run resumes from any folder."""
     stored = dict(args)
-    for name in ("train_jsonl", "eval_jsonl", "model"):
-        if name != "model" or os.path.isdir(args[name]):
+    for name in ("train_jsonl", "eval_jsonl", "test_jsonl", "document_cache", "model"):
+        if args[name] is not None and (name != "model" or os.path.isdir(args[name])):
             stored[name] = os.path.abspath(args[name])
     return stored
-
-
-def merge_args(
-    args: argparse.Namespace, typed: set[str], state: dict[str, Any], free: set[str], fixed: set[str], world_size: int
-) -> list[str]:
-    """Fills every flag that was not typed from a checkpoint; returns notes on what is no longer as it was.
-
-    With another number of ranks an untyped `--batch-size` follows, so that the global batch, and with it the order of
-    rows, stays.
-
-    Args:
-        args: Flags of this call; changed in place.
-        typed: Names of the flags that were typed.
-        state: trainer_state.json.
-        free: Flags that do not alter what is trained.
-        fixed: Flags that the adapter itself holds: another value could not act.
-        world_size: Ranks now.
-
-    Raises:
-        ValueError: A typed flag alters the training and differs, without `--allow-changed-args`; or the ranks cannot
-            share the global batch.
-    """
-    saved, now = state["args"], absolute_args(vars(args))
-    differing = [name for name in saved if name in typed - free and now[name] != saved[name]]
-    changed = [f"--{name.replace('_', '-')} {getattr(args, name)} (checkpoint: {saved[name]})" for name in differing]
-    for name, value in saved.items():
-        if name not in typed and hasattr(args, name):
-            setattr(args, name, value)
-    if fixed.intersection(differing):
-        raise ValueError(f"{'; '.join(changed)}: the adapter of a checkpoint cannot change; start a new run")
-    if args.eval_only:
-        return []
-    changed += _share_global_batch(args, "batch_size" in typed, state["global_batch"], world_size)
-    if changed and not args.allow_changed_args:
-        raise ValueError(
-            f"this checkpoint was trained with other flags: {'; '.join(changed)}; add --allow-changed-args"
-        )
-    notes, old_size = [f"changed on resume: {text}" for text in changed], state["world_size"]
-    if world_size != old_size:
-        notes.append(f"{old_size} -> {world_size} ranks: --batch-size {args.batch_size}; dropout draws other masks")
-        if args.grad_reduction == "sum":
-            notes.append(f"with --grad-reduction sum gradients are {world_size / old_size:g} times as large as before")
-    return notes
-
-
-def _share_global_batch(args: argparse.Namespace, is_typed: bool, global_batch: int, world_size: int) -> list[str]:
-    """Sets an untyped `--batch-size` so that the global batch stays; returns what a typed one changes."""
-    if is_typed:
-        if args.batch_size * world_size == global_batch:
-            return []
-        return [f"--batch-size {args.batch_size} x {world_size} ranks (checkpoint: global batch {global_batch})"]
-    if global_batch % world_size:
-        raise ValueError(
-            f"the checkpoint has a global batch of {global_batch}, which {world_size} ranks cannot share; give "
-            "--batch-size and --allow-changed-args"
-        )
-    args.batch_size = global_batch // world_size
-    return []
 
 
 def find_results(run_folder: Path, eval_only: bool) -> list[Path]:
@@ -435,6 +382,9 @@ def model_card(args: argparse.Namespace, step: int, temperature: float, tables: 
         f"at most {args.max_num_visual_tokens} visual tokens an image. Temperature now: {temperature:.4f}.",
         "",
     ]
+    if vars(args).get("mode") == QUERY_SIDE:
+        text = "**For queries alone**: it was trained against documents embedded by the base model. Embed documents with the"
+        lines += [text, "adapter switched off (`with model.disable_adapter():`), or take an index of the base model.", ""]
     rows = {title: found for title, found in tables.items() if found}
     if rows:
         names = [key for key in CARD_METRICS if all(key in found for found in rows.values())]

@@ -30,7 +30,8 @@ class Chunking:
 
     Attributes:
         documents: Most documents of a chunk.
-        tokens: Most visual tokens of a chunk of documents; 0 = documents are not packed by tokens.
+        tokens: Most visual tokens of a chunk of documents; 0 = documents are not packed by tokens. With a frozen
+            document side the most padded tokens of a chunk of queries.
         queries: Queries of a chunk; 0 = as many as have no more tokens than one document chunk.
         num_retained: Chunks, counted from the end, whose graph is retained.
         retained_tokens: A chunk with more padded tokens than this is not retained, nor are those before it; 0 = any
@@ -105,15 +106,18 @@ class Cut(NamedTuple):
     places: torch.Tensor
 
 
-def cut_batch(queries: Inputs, documents: Inputs, chunking: Chunking, merge_size: int) -> Cut:
+def cut_batch(queries: Inputs, documents: Inputs | torch.Tensor, chunking: Chunking, merge_size: int) -> Cut:
     """Returns the chunks of a step.
 
     Args:
         queries: Of this rank.
-        documents: Of this rank, each once.
+        documents: Of this rank, each once; vectors of a frozen document side are not cut, but leave the queries alone.
         chunking: Sizes.
         merge_size: A visual token stands for merge_size^2 patches.
     """
+    if isinstance(documents, torch.Tensor):
+        size = chunking.queries or max(1, chunking.tokens // max(queries.lengths))
+        return Cut(queries.chunks(size), len(queries), torch.empty(0, dtype=torch.int64, device=documents.device))
     room = chunking.documents * max(documents.lengths)
     if chunking.tokens:
         visual = (documents.grids.prod(dim=1) // merge_size**2).tolist()

@@ -126,6 +126,28 @@ class Stopped(SystemExit):
         super().__init__(128 + signal_number)
 
 
+class StopSignals:
+    """Notes SIGINT and SIGTERM, so that the step in flight ends and is saved; a later second one ends at once.
+
+    Attributes:
+        received: Signal that reached this rank, 0 = none. Never act on it alone: other ranks may not know.
+        agreed: Signal that every rank has heard of in the same collective.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.received_at = 0.0
+        self.agreed = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if not self.received:
+            self.received, self.received_at = number, time.monotonic()
+        elif time.monotonic() - self.received_at > 5:  # sooner it is the same stop: launcher and scheduler both send it
+            raise Stopped(number)
+
+
 def _stop(signal_number: int, frame: Any) -> None:
     raise Stopped(signal_number)
 

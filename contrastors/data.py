@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +80,10 @@ class DocumentTable:
             self._numbers[fact.content] = len(self.paths)
             self.paths.append(path)
         return self._numbers[fact.content]
+
+    def content(self, number: int) -> str:
+        """Returns the content hash of a document."""
+        return self._facts[self.paths[number]].content
 
     def reason(self, path: str) -> str:
         """Returns why a file cannot be used."""
@@ -204,7 +209,8 @@ class Batch:
 
     Attributes:
         queries: N encoded queries.
-        documents: The distinct documents of this rank, each once.
+        documents: The distinct documents of this rank, each once: encoded, or (documents, D) fp32 vectors of a frozen
+            document side.
         slots: (M,) int64, place in `documents` of each slot [positive, negative 1..K] of each query.
         mask: Columns, over all ranks, that stay out of the softmax.
         lines: File lines of the rows, for messages.
@@ -212,7 +218,7 @@ class Batch:
     """
 
     queries: Inputs
-    documents: Inputs
+    documents: Inputs | torch.Tensor
     slots: torch.Tensor
     mask: ColumnMask
     lines: list[int]
@@ -228,7 +234,13 @@ class Batch:
         """Returns a copy on the device."""
         mask = ColumnMask(*(t.to(device, non_blocking=True) for t in self.mask))
         slots = self.slots.to(device, non_blocking=True)
-        return Batch(self.queries.to(device), self.documents.to(device), slots, mask, self.lines, self.num_truncated)
+        documents = self.documents.to(device, non_blocking=True) if self.is_frozen else self.documents.to(device)
+        return Batch(self.queries.to(device), documents, slots, mask, self.lines, self.num_truncated)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the documents are vectors, which no gradient reaches."""
+        return isinstance(self.documents, torch.Tensor)
 
 
 def contrast_batch(
@@ -243,14 +255,36 @@ def contrast_batch(
 
     Args:
         batch: Of this rank.
-        places: (documents,) int64, row of each document among those of `embeddings`.
+        places: (documents,) int64, row of each document among those of `embeddings`; not read for frozen documents.
         logit_scale: Turns similarities into logits.
         num_hard_negatives: K.
         tile: Queries of a tile of logits; 0 = automatic.
-        embeddings: (queries + documents, D), queries first; last, so that `partial` makes a contrast of the rest.
+        embeddings: (queries + documents, D), queries first, of frozen documents the queries alone; last, so that
+            `partial` makes a contrast of the rest.
     """
     queries, documents = embeddings[: len(batch.queries)], embeddings[len(batch.queries) :]
-    return clip_loss(queries, documents[places[batch.slots]], logit_scale, num_hard_negatives, batch.mask, tile)
+    slots = batch.documents[batch.slots] if batch.is_frozen else documents[places[batch.slots]]
+    return clip_loss(queries, slots, logit_scale, num_hard_negatives, batch.mask, tile)
+
+
+class DocumentVectors:
+    """The vectors of a frozen document side, by document number.
+
+    Args:
+        matrix: Its slices and lists of rows are (rows, D) fp32 arrays; an `EmbeddingMatrix`, so that they stay on disk.
+        numbers: Document number of each of its rows.
+    """
+
+    def __init__(self, matrix: Any, numbers: Sequence[int]):
+        self.matrix = matrix
+        self._rows = np.full(max(numbers, default=-1) + 1, -1, dtype=np.int64)
+        self._rows[list(numbers)] = np.arange(len(numbers))
+
+    def __getitem__(self, numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """Returns the (documents, D) fp32 vectors of document numbers."""
+        rows = self._rows[np.asarray(numbers)]
+        assert (rows >= 0).all(), f"{(rows < 0).sum()} documents have no vector"
+        return torch.from_numpy(self.matrix[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +308,7 @@ class StepDataset(Dataset):
         sample_negatives: Choose K of a row's negatives anew each epoch; otherwise the first K.
         mask_false_negatives: Mask documents known to answer a query.
         max_image_pixels: Of the image opener.
+        vectors: Vectors of a frozen document side; None = documents are encoded, to be embedded in the step.
     """
 
     data: TrainingSet
@@ -285,6 +320,7 @@ class StepDataset(Dataset):
     sample_negatives: bool = False
     mask_false_negatives: bool = True
     max_image_pixels: int = field(default=2**62)
+    vectors: DocumentVectors | None = None
 
     def __getitem__(self, step: int) -> Batch | BatchFailure:
         chosen = self.order.rows(step)
@@ -296,6 +332,31 @@ class StepDataset(Dataset):
         documents, slots = np.unique(own, return_inverse=True)
         if documents[0] == NO_DOCUMENT:  # an empty slot borrows a vector that its mask then hides
             documents, slots = documents[1:], np.maximum(slots - 1, 0)
+        encoded = self._encode(documents) if self.vectors is None else self.vectors[documents]
+        if isinstance(encoded, BatchFailure):
+            return encoded
+        queries = [self.processor.encode_query(row.query) for row in local]
+        return Batch(
+            Inputs.from_items(queries, self.processor.pad_id),
+            encoded,
+            torch.from_numpy(slots.reshape(-1).astype(np.int64)),
+            self._mask(columns, local, first),
+            [row.line for row in local],
+            sum(query.truncated for query in queries),
+        )
+
+    def documents_of(self, first_step: int, last_step: int) -> list[int]:
+        """Returns the numbers of the documents that steps first_step .. last_step - 1 of all ranks need, sorted."""
+        needed: set[int] = set()
+        for step in range(first_step, last_step):
+            if len(needed) == len(self.data.documents):
+                break
+            for row in self.order.rows(step):
+                needed.update(self._slots(row, step).tolist())
+            needed.discard(NO_DOCUMENT)
+        return sorted(needed)
+
+    def _encode(self, documents: np.ndarray) -> Inputs | BatchFailure:
         items = []
         for number in documents:
             path = self.data.documents.paths[number]
@@ -303,16 +364,7 @@ class StepDataset(Dataset):
                 items.append(self.processor.encode_document(open_image(path, self.max_image_pixels)))
             except BadImage as error:
                 return BatchFailure(f"{path} can no longer be read ({error}); it was good when the run began")
-        queries = [self.processor.encode_query(row.query) for row in local]
-        pad_id = self.processor.pad_id
-        return Batch(
-            Inputs.from_items(queries, pad_id),
-            Inputs.from_items(items, pad_id),
-            torch.from_numpy(slots.reshape(-1).astype(np.int64)),
-            self._mask(columns, local, first),
-            [row.line for row in local],
-            sum(query.truncated for query in queries),
-        )
+        return Inputs.from_items(items, self.processor.pad_id)
 
     def _slots(self, row_number: int, step: int) -> np.ndarray:
         """Returns the (1 + K,) document numbers of a row: positive, negatives, NO_DOCUMENT in empty slots."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,17 @@ class EvaluationStopped(Exception):
     def __init__(self, signal: int):
         super().__init__(f"stopped by signal {signal}")
         self.signal = signal
+
+
+@contextmanager
+def evaluating(model: BiQwen3) -> Iterator[None]:
+    """Turns dropout off inside the block."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 @torch.no_grad()
@@ -206,6 +218,7 @@ def evaluate(
     max_image_pixels: int,
     stop_signal: Callable[[], int] = lambda: 0,
     on_progress: Callable[[int], None] = lambda n: None,
+    document_vectors: torch.Tensor | None = None,
 ) -> EvalResult:
     """Returns the metrics of a model on an evaluation set, equal on every rank. Dropout is off; training mode is kept.
 
@@ -222,21 +235,19 @@ def evaluate(
         max_image_pixels: Of the image opener.
         stop_signal: Asked between batches; a signal's number ends the work.
         on_progress: Called with the number of items after each batch.
+        document_vectors: (C, D) fp32 of a frozen corpus; None = the model embeds it.
 
     Raises:
         EvaluationStopped: On every rank, if one of them received a signal.
     """
-    was_training = model.training
-    model.eval()
-    try:
-        vectors = []
-        for kind, sources in (("query", data.queries), ("document", data.documents.paths)):
-            dataset = ItemDataset(processor, kind, sources, max_image_pixels)
-            vectors.append(embed(model, dataset, world, batch_size, num_workers, stop_signal, on_progress))
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        options = world, batch_size, num_workers, stop_signal, on_progress
+        queries = embed(model, ItemDataset(processor, "query", data.queries, max_image_pixels), *options)
+        if document_vectors is None:
+            dataset = ItemDataset(processor, "document", data.documents.paths, max_image_pixels)
+            document_vectors = embed(model, dataset, *options)
     # One rank computes: two machines may round differently, and ranks must agree on what is best.
-    scored = score_embeddings(vectors[0], vectors[1], data.positives, scale) if world.is_main else None
+    scored = score_embeddings(queries, document_vectors, data.positives, scale) if world.is_main else None
     metrics, per_query = from_main(scored)
     rows = []
     for place, (query, positives) in enumerate(zip(data.queries, data.positives, strict=True)):

@@ -26,6 +26,7 @@ from contrastors.records import dump_json, sync_file, write_text
 from contrastors.shards import folder_output
 
 FORMATS = ("merged", "sentence-transformers", "adapter")
+QUERIES_ONLY = "the adapter was trained against documents embedded by the base model, and theirs must stay the base's."
 _LOAD = {
     "merged": """\
 from transformers import AutoModel, AutoProcessor
@@ -107,6 +108,7 @@ def export(args: argparse.Namespace) -> int:
         raise ValueError(f"{output} exists; use --overwrite or another --output")
     if args.format == "sentence-transformers":
         _check_sentence_transformers()
+    from contrastors.checkpoint import QUERY_SIDE
     from contrastors.distributed import pick_device
     from contrastors.export_check import check, compare, embed_reference, read_export
     from contrastors.export_files import EXPORT_FILE, check_space, find_base_folder, read_source
@@ -124,6 +126,7 @@ def export(args: argparse.Namespace) -> int:
             "format": args.format,
             "base_model": Path(source.model).name if is_folder else source.model,  # nobody's path in a published file
             "adapter": source.adapter.absolute().name,
+            "embeds": "queries" if source.record.get("args", {}).get("mode") == QUERY_SIDE else "queries and documents",
             **reference.limits,
         }
         precision = write_export(args, source, folder, reference)
@@ -138,6 +141,8 @@ def export(args: argparse.Namespace) -> int:
         for path in folder.rglob("*"):
             sync_file(path)
     print(f"{output}: {args.format}; {_describe(about['compared'])}")
+    if about["embeds"] == "queries":
+        print(f"{output} is for queries alone: {QUERIES_ONLY}")
     return 0
 
 
@@ -216,6 +221,8 @@ def export_card(about: dict[str, Any], record: dict[str, Any]) -> str:
         f"Compared before it was released: {_describe(about['compared'])}.",
         "",
     ]
+    if about["embeds"] == "queries":
+        lines += [f"**For queries alone**: {QUERIES_ONLY}", ""]
     columns = {"base": record.get("base_metrics"), "this model": record.get("last_metrics")}
     columns = {title: found for title, found in columns.items() if found}
     if columns:

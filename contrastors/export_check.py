@@ -156,6 +156,7 @@ def embed_reference(source: Source, device: torch.device) -> Reference:
     probes = choose_probes(processor, source.record.get("args", {}).get("train_jsonl"))
     base = embed(model.eval(), processor, probes)
     load_adapter(model, source.adapter, trainable=False)
+    model.documents_by_base = False  # an export has the adapter in everything, also that of a query tower
     adapted = embed(model.eval(), processor, probes)
     for problem in check_effect(base, adapted):
         raise ValueError(f"{source.adapter}: {problem}; there is nothing to export")

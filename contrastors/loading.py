@@ -86,6 +86,12 @@ def hash_files(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+def identify_base(model: str, encoder: BiQwen3, world: World) -> dict[str, Any]:
+    """Returns the identity of an encoder without adapter. Collective."""
+    files = from_main(identify_model(model) if world.is_main else None)
+    return {"model": files, "adapter": None, "dtype": str(encoder.base.dtype).removeprefix("torch.")}
+
+
 @dataclass(slots=True)
 class Encoder:
     """A model that embeds, and what its embeddings depend on.
@@ -107,7 +113,10 @@ class Encoder:
             names = ("max_query_tokens", "query_instruction")
         else:
             names = ("image_backend", "min_pixels", "max_pixels", "pixels_per_token", "document_instruction")
-        return {"kind": kind, **self.identity, **{name: limits[name] for name in names}}
+        identity = self.identity
+        if kind == "document" and self.model.documents_by_base:
+            identity = identity | {"adapter": None}
+        return {"kind": kind, **identity, **{name: limits[name] for name in names}}
 
 
 def load_encoder(
@@ -127,8 +136,7 @@ def load_encoder(
         ValueError: Model or adapter cannot be used.
     """
     encoder, processor = load_bi_encoder(model, world.device, dtype, "auto", max_num_visual_tokens, max_query_tokens)
-    identity = {"model": from_main(identify_model(model) if world.is_main else None), "adapter": None}
-    identity["dtype"] = str(encoder.base.dtype).removeprefix("torch.")
+    identity = identify_base(model, encoder, world)
     if adapter:
         load_adapter(encoder, adapter, trainable=False)
         names = ("adapter_config.json", "adapter_model.safetensors")

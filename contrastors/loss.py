@@ -19,7 +19,8 @@ from contrastors.distributed import gather_with_grad, rank
 from contrastors.rand_state import RandContext
 
 # Logits of a matrix that is formed whole, and of a tile of a larger one: 256 MiB and 64 MiB in fp32, and a few times
-# that while the softmax is at work.
+# that while the softmax is at work. On a CPU tiles below 32 MiB would take more memory, not less: glibc keeps such
+# blocks in its heap and cannot fit them together again (a 65,536 batch with tiles of 31 MiB took all of 24 GiB).
 WHOLE_LOGITS, TILE_LOGITS = 2**26, 2**24
 
 Chunk = Mapping[str, torch.Tensor]  # keyword arguments of one forward of the model
@@ -121,11 +122,8 @@ def _query_losses(
     logits = logit_scale(queries @ columns.T)
     if mask is not None:
         # After scaling: -inf times a learned scale would give that scale a NaN gradient.
-        out = mask.missing.expand(len(logits), -1)
-        if len(mask.pairs):
-            out = out.clone()
-            out[mask.pairs[:, 0], mask.pairs[:, 1]] = True
-        logits = logits.masked_fill(out, -torch.inf)
+        logits = logits.masked_fill(mask.missing, -torch.inf)
+        logits[mask.pairs[:, 0], mask.pairs[:, 1]] = -torch.inf
     losses = F.cross_entropy(logits, labels, reduction="none")
     with torch.no_grad():
         positive = logits.gather(1, labels[:, None])

@@ -62,6 +62,10 @@ TRAIN_FLAGS = {
         "--output-dir": "training/output_contrastors", "--save-steps": 100, "--save-total-limit": 5, "--resume": None,
         "--allow-changed-args": False, "--overwrite": False, "--report-to": "none", "--run-name": None,
     },
+    "query side": {
+        "--mode": "standard", "--query-side-backward": "direct", "--document-cache": None, "--search-api-url": None,
+        "--search-api-batch-size": 32, "--test-jsonl": None,
+    },
     "runtime": {"--device": "auto", "--seed": 0, "--plan": False},
 }  # fmt: skip
 TRAIN_CHOICES = {
@@ -69,6 +73,7 @@ TRAIN_CHOICES = {
     "--attn-implementation": ("auto", "sdpa", "flash_attention_2", "eager"), "--grad-reduction": ("sum", "mean"),
     "--scheduler": ("cosine", "constant", "cosine-restarts"),
     "--best-metric": ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "margin", "loss"),
+    "--mode": ("standard", "query-side-tune"), "--query-side-backward": ("direct", "gradcache"),
     "--report-to": ("none", "tensorboard", "wandb", "trackio"), "--device": ("auto", "cpu", "cuda", "mps"),
 }  # fmt: skip
 

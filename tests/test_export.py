@@ -509,3 +509,13 @@ def test_every_flag_stands_in_the_docs_with_its_default_and_no_other_does():
         if isinstance(action.default, (bool, str)):
             shown = {True: "on", False: "off"}.get(action.default, action.default)
             assert found[action.option_strings[0]] == shown
+
+
+def test_an_adapter_of_the_query_tower_is_exported_for_queries_and_says_so(tiny_model, colour_set, capsys):
+    flags = {"mode": "query-side-tune", "grad_cache_chunk": None, "eval_steps": 0, "max_steps": 2}
+    assert train(arguments(tiny_model, colour_set, colour_set / "run", **flags)) == 0
+    adapter, output = colour_set / "run" / "checkpoint-2", colour_set / "out"
+    assert main(["--adapter", str(adapter), "--output", str(output), "--format", "merged", "--device", "cpu"]) == 0
+    assert "is for queries alone" in capsys.readouterr().out
+    assert json.loads((output / "contrastors.json").read_text())["embeds"] == "queries"
+    assert "**For queries alone**" in (output / "README.md").read_text()

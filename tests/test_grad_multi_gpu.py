@@ -167,6 +167,41 @@ def check_case(model_folder, pairs, num_negatives, vision, dropout, reduction, w
     return case
 
 
+def check_query_side(model_folder, pairs, num_negatives, reduction, queries_of_a_chunk, world) -> dict:
+    """Query-side tuning: documents are constants; the rest of the step is the trainer's."""
+    from contrastors.chunking import Chunking, add_gradients, cut_batch
+    from contrastors.data import DocumentVectors, contrast_batch
+    from contrastors.distributed import GradientBucket, gather_objects
+    from contrastors.images import open_image
+
+    model, scale, processor = build_model(Path(model_folder), torch.float64)
+    dataset, order = build_dataset(pairs, processor, num_negatives, world)
+    paths = dataset.data.documents.paths
+    with torch.no_grad(), model.without_adapter():
+        items = [processor.encode_document(open_image(path)) for path in paths]
+        vectors = embed_by_hand(model, processor, items)
+    dataset.vectors = DocumentVectors(vectors.numpy(), range(len(paths)))
+    batch = dataset[0]
+    bucket = GradientBucket([*model.trainable_parameters().values(), *scale.parameters()])
+    chunking = Chunking(documents=1, queries=queries_of_a_chunk)
+    cut = cut_batch(batch.queries, batch.documents, chunking, processor.merge_size)
+    work = partial(contrast_batch, batch, cut.places, scale, num_negatives, 0)
+    add_gradients(model, cut, work, world.size if reduction == "sum" else 1, chunking)
+    bucket.reduce()
+    copies = gather_objects(bucket.flat.clone())
+    case = {"ranks_agree": all(torch.equal(copies[0], copy) for copy in copies), "chunks": len(cut.chunks)}
+    if world.is_main:
+        cached = split_groups(model, scale)
+        clear_gradients(model, scale)
+        ordered = [pairs[row] for row in order.rows(0)]
+        by_content = {Path(path).read_bytes(): vector for path, vector in zip(paths, vectors, strict=True)}
+        queries = embed_by_hand(model, processor, [processor.encode_query(p.query) for p in ordered])
+        find = lambda path: by_content[Path(path).read_bytes()]  # noqa: E731
+        (reference_loss(queries, find, ordered, num_negatives, scale, world.size) / world.size).backward()
+        case["groups"] = compare(cached, split_groups(model, scale))
+    return case
+
+
 def check_ddp(model_folder, pairs, world) -> dict:
     """Wrapped in DDP no reducer may run inside the driver, so every rank keeps its own gradient."""
     from contrastors.distributed import gather_objects
@@ -226,7 +261,9 @@ def worker(model_folder: str, work_folder: str) -> dict:
     from contrastors import distributed
 
     world = distributed.start("cpu")
-    found: dict = {"world_size": world.size, "cases": {}} | check_gather(world) | check_reduction(world)
+    found: dict = (
+        {"world_size": world.size, "cases": {}, "query_side": {}} | check_gather(world) | check_reduction(world)
+    )
     for num_negatives in (0, 2):
         pairs = make_pairs(Path(work_folder) / f"rank{world.rank}_{num_negatives}", NUM_ROWS, num_negatives)
         if num_negatives:  # one rank whose rows list no negatives at all
@@ -237,6 +274,10 @@ def worker(model_folder: str, work_folder: str) -> dict:
             name = f"K={num_negatives} vision={vision} dropout={dropout} {reduction}"
             case = check_case(model_folder, pairs, num_negatives, vision, dropout, reduction, world)
             found["cases"][name] = case
+        for backward, reduction in itertools.product(("direct", "gradcache"), ("sum", "mean")):
+            size = NUM_ROWS if backward == "direct" else 1
+            case = check_query_side(model_folder, pairs, num_negatives, reduction, size, world)
+            found["query_side"][f"K={num_negatives} {backward} {reduction}"] = case
     found |= check_ddp(model_folder, pairs, world) | check_out_of_memory(model_folder, pairs, world)
     distributed.barrier()
     distributed.stop()
@@ -295,6 +336,17 @@ def test_gradients_equal_those_of_one_process(ranks):
         for group, (_, cosine, ratio) in case["groups"].items():
             assert cosine >= 0.9998, (name, group, cosine)
             assert abs(ratio / factor - 1) < 1e-5, (name, group, ratio)
+
+
+def test_query_side_gradients_equal_those_of_one_process_on_both_backward_paths(ranks):
+    assert len(ranks["query_side"]) == 8
+    for name, case in ranks["query_side"].items():
+        assert case["ranks_agree"], name
+        assert case["chunks"] == (1 if "direct" in name else NUM_ROWS // ranks["world_size"]), name
+        factor = ranks["world_size"] if name.endswith("sum") else 1
+        for group, (_, cosine, ratio) in case["groups"].items():
+            assert cosine >= 0.999999, (name, group, cosine)
+            assert abs(ratio / factor - 1) < 1e-6, (name, group, ratio)
 
 
 def test_the_cases_held_missing_slots_and_false_negatives(ranks):

@@ -1,0 +1,176 @@
+"""Going on from a checkpoint: which one, with which flags, in which state.
+
+A flag that was not typed is taken from the checkpoint; a typed one that alters the training and differs is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from contrastors.checkpoint import absolute_args, find_latest, list_checkpoints, read_state
+from contrastors.chunking import Chunking
+from contrastors.runlog import RunLog
+
+# Flags of one call: never taken from a checkpoint.
+OF_THIS_CALL = {"resume", "overwrite", "allow_changed_args", "eval_only", "output_dir", "plan"}
+# Flags that may differ from the checkpoint's without altering what is trained.
+FREE_ON_RESUME = OF_THIS_CALL | {
+    "num_workers", "eval_steps", "eval_batch_size", "save_steps", "save_total_limit", "report_to", "run_name", "device",
+    "max_bad_fraction", "max_image_pixels", "batch_size", "best_metric", "eval_jsonl", "max_eval_rows", "retain_graphs",
+    "memory_budget_gb", "reuse_vision_features", "document_cache", "search_api_url", "search_api_batch_size",
+    "test_jsonl",
+}  # fmt: skip
+# What the recorded chunking of a checkpoint was chosen for; while they stay, it stays.
+CHUNKING = (
+    "grad_cache_chunk", "chunk_tokens", "query_chunk", "retain_graphs", "memory_budget_gb", "reuse_vision_features",
+    "query_side_backward",
+)  # fmt: skip
+# What the best checkpoint is measured by.
+MEASURE = ("best_metric", "eval_jsonl", "max_eval_rows")
+# An evaluation may ask anything of an old adapter but another adapter.
+EVAL_FREE = FREE_ON_RESUME | {
+    "max_num_visual_tokens", "max_query_tokens", "dtype", "attn_implementation", "seed",
+}  # fmt: skip
+# Written into the adapter: another value could not act on a resumed run.
+FIXED_BY_ADAPTER = {"mode", "model", "lora_r", "lora_alpha", "lora_dropout", "lora_vit"}
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Just what a checkpoint restores, beside weights and optimizer."""
+
+    run_id: str
+    step: int = 0
+    best_step: int | None = None
+    best_value: float | None = None
+    base_metrics: dict[str, float] = field(default_factory=dict)
+    last_metrics: dict[str, float] = field(default_factory=dict)
+    evaluated_step: int | None = None
+    num_truncated: int = 0
+
+
+def locate_checkpoint(args: argparse.Namespace) -> tuple[Path | None, dict[str, Any], list[str]]:
+    """Returns the checkpoint of `--resume` (None = start anew), its state, and warnings."""
+    if not args.resume:
+        return None, {}, []
+    if args.resume == "latest":
+        folder, warnings = find_latest(args.output_dir)
+        if folder is None and args.eval_only:
+            raise ValueError(f"--resume latest: {args.output_dir} holds no whole checkpoint to evaluate")
+        return (folder, read_state(folder), warnings) if folder else (None, {}, warnings)
+    folder = Path(args.resume)
+    if not folder.is_dir():
+        raise ValueError(f"--resume {folder}: no such folder")
+    if list_checkpoints(folder):
+        raise ValueError(f"--resume {folder} is a run folder; give a checkpoint in it, or latest with --output-dir")
+    return folder, read_state(folder), []
+
+
+def take_flags(
+    args: argparse.Namespace, typed: set[str], checkpoint: Path, saved: dict[str, Any], world_size: int
+) -> list[str]:
+    """Fills the flags that were not typed from a checkpoint, whose run goes on in its own folder; returns notes.
+
+    Args:
+        args: Flags of this call; changed in place.
+        typed: Names of the flags that were typed.
+        checkpoint: Folder.
+        saved: Its trainer_state.json.
+        world_size: Ranks now.
+
+    Raises:
+        ValueError: A typed flag alters the training and differs, or leads to another folder.
+    """
+    if "output_dir" not in typed:
+        args.output_dir = str(checkpoint.parent)
+    elif not args.eval_only and Path(args.output_dir).resolve() != checkpoint.parent.resolve():
+        raise ValueError(f"--resume continues in {checkpoint.parent}; leave --output-dir out")
+    return merge_args(args, typed, saved, EVAL_FREE if args.eval_only else FREE_ON_RESUME, FIXED_BY_ADAPTER, world_size)
+
+
+def merge_args(
+    args: argparse.Namespace, typed: set[str], state: dict[str, Any], free: set[str], fixed: set[str], world_size: int
+) -> list[str]:
+    """Fills every flag that was not typed from a checkpoint; returns notes on what is no longer as it was.
+
+    With another number of ranks an untyped `--batch-size` follows, so that the global batch, and with it the order of
+    rows, stays.
+
+    Args:
+        args: Flags of this call; changed in place.
+        typed: Names of the flags that were typed.
+        state: trainer_state.json.
+        free: Flags that do not alter what is trained.
+        fixed: Flags that the adapter itself holds: another value could not act.
+        world_size: Ranks now.
+
+    Raises:
+        ValueError: A typed flag alters the training and differs, without `--allow-changed-args`; or the ranks cannot
+            share the global batch.
+    """
+    # Checkpoints of before there were modes are of the standard one.
+    saved, now = {"mode": "standard"} | state["args"], absolute_args(vars(args))
+    differing = [name for name in saved if name in typed - free and now[name] != saved[name]]
+    changed = [f"--{name.replace('_', '-')} {getattr(args, name)} (checkpoint: {saved[name]})" for name in differing]
+    for name, value in saved.items():
+        if name not in typed and hasattr(args, name):
+            setattr(args, name, value)
+    if fixed.intersection(differing):
+        raise ValueError(f"{'; '.join(changed)}: the adapter of a checkpoint cannot change; start a new run")
+    if args.eval_only:
+        return []
+    changed += _share_global_batch(args, "batch_size" in typed, state["global_batch"], world_size)
+    if changed and not args.allow_changed_args:
+        raise ValueError(
+            f"this checkpoint was trained with other flags: {'; '.join(changed)}; add --allow-changed-args"
+        )
+    notes, old_size = [f"changed on resume: {text}" for text in changed], state["world_size"]
+    if world_size != old_size:
+        notes.append(f"{old_size} -> {world_size} ranks: --batch-size {args.batch_size}; dropout draws other masks")
+        if args.grad_reduction == "sum":
+            notes.append(f"with --grad-reduction sum gradients are {world_size / old_size:g} times as large as before")
+    return notes
+
+
+def _share_global_batch(args: argparse.Namespace, is_typed: bool, global_batch: int, world_size: int) -> list[str]:
+    """Sets an untyped `--batch-size` so that the global batch stays; returns what a typed one changes."""
+    if is_typed:
+        if args.batch_size * world_size == global_batch:
+            return []
+        return [f"--batch-size {args.batch_size} x {world_size} ranks (checkpoint: global batch {global_batch})"]
+    if global_batch % world_size:
+        raise ValueError(
+            f"the checkpoint has a global batch of {global_batch}, which {world_size} ranks cannot share; give "
+            "--batch-size and --allow-changed-args"
+        )
+    args.batch_size = global_batch // world_size
+    return []
+
+
+def restore_state(args: argparse.Namespace, saved: dict[str, Any], log: RunLog) -> TrainState:
+    """Returns the state of a checkpoint, or a fresh one.
+
+    Raises:
+        ValueError: The checkpoint is beyond `--max-steps`.
+    """
+    known = {name: saved[name] for name in TrainState.__dataclass_fields__ if name in saved}
+    state = TrainState(**({"run_id": uuid.uuid4().hex} | known))
+    if args.eval_only:
+        return state
+    if state.step > args.max_steps:
+        raise ValueError(f"the checkpoint is at step {state.step}, beyond --max-steps {args.max_steps}; raise it")
+    if saved and any(absolute_args(vars(args))[name] != saved["args"][name] for name in MEASURE):
+        state.best_step = state.best_value = state.evaluated_step = None
+        log.say("the measure of the best checkpoint is another now: earlier bests do not count")
+    return state
+
+
+def recorded_chunking(args: argparse.Namespace, saved: dict[str, Any]) -> Chunking | None:
+    """Returns the chunking of a checkpoint as long as the flags are those that it was chosen for."""
+    if not saved or any(vars(args)[name] != saved["args"].get(name, vars(args)[name]) for name in CHUNKING):
+        return None
+    return Chunking(**saved["chunking"])
