@@ -34,7 +34,7 @@ GENERATION_PREFIX = "base_model.model.model."
 FILES = (ADAPTER_FILE, "adapter_config.json", SCALE_FILE, OPTIMIZER_FILE, "README.md", STATE_FILE)
 RUN_FILES = (
     "metrics.jsonl", BEST_FILE, "curves.png", "train.log", "args.json", "env.json", "summary.json", "eval_step*.json",
-    "eval_step*.jsonl",
+    "eval_step*.jsonl", "search_step*.jsonl",
 )  # fmt: skip
 TRACKER_FOLDERS = ("tensorboard", "wandb")
 CARD_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "margin", "loss")
@@ -224,8 +224,8 @@ def go_back_to(run_folder: Path, state: dict[str, Any], metric: str) -> list[str
             aside = folder.with_name(f"abandoned-{folder.name}-{uuid.uuid4().hex[:6]}")
             folder.rename(aside)
             notes.append(f"{folder.name} lies beyond step {step}, where this run goes on; it is kept as {aside.name}")
-    for path in run_folder.glob("eval_step*.json*"):
-        if (match := re.match(r"eval_step(\d+)\.", path.name)) and int(match[1]) > step:
+    for path in run_folder.glob("*_step*.json*"):
+        if (match := re.match(r"(?:eval|search)_step(\d+)\.", path.name)) and int(match[1]) > step:
             path.unlink()
     if state["best_step"] is None:
         (run_folder / BEST_FILE).unlink(missing_ok=True)
@@ -383,8 +383,11 @@ def model_card(args: argparse.Namespace, step: int, temperature: float, tables: 
         "",
     ]
     if vars(args).get("mode") == QUERY_SIDE:
-        text = "**For queries alone**: it was trained against documents embedded by the base model. Embed documents with the"
-        lines += [text, "adapter switched off (`with model.disable_adapter():`), or take an index of the base model.", ""]
+        lines += [
+            "**For queries alone**: it was trained against documents of the base model. Embed documents with the",
+            "adapter switched off (`with model.disable_adapter():`), or take an index of the base model.",
+            "",
+        ]
     rows = {title: found for title, found in tables.items() if found}
     if rows:
         names = [key for key in CARD_METRICS if all(key in found for found in rows.values())]

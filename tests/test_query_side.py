@@ -67,6 +67,7 @@ def test_documents_stay_bit_identical_and_queries_move_wherever_the_adapter_is_l
     after = [vectors_of(tuned.model, processor, *both) for both in (("document", tiles), ("query", queries))]
     assert torch.equal(before[0], after[0])
     assert (1 - (before[1] * after[1]).sum(dim=1)).min() > 1e-3
+    assert "**For queries alone**" in (colour_set / "run" / "checkpoint-6" / "README.md").read_text()
     # An index, or a cache, of the base model's documents is the one that belongs to this adapter.
     untuned = load_encoder(str(tiny_model), None, ALONE, "fp32", 16, 512)
     assert tuned.identity_of("document") == untuned.identity_of("document")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -237,6 +238,22 @@ def test_a_service_that_dies_in_mid_run_costs_no_training(served_run, capsys):
     with SearchServer(lambda request: search(request) if request.number < 1 else broken) as server:
         assert run(server.url, "broken") == 0
     assert "nothing was measured at the search service" in capsys.readouterr().out
+
+
+def test_going_back_and_starting_anew_leave_no_results_of_another_future(served_run):
+    run, search, folder = served_run
+    with SearchServer(search) as server:
+        assert run(server.url, "run", max_steps=6) == 0
+        for name in ("checkpoint-4", "checkpoint-6"):
+            shutil.rmtree(folder / "run" / name)
+        assert train(["--resume", "latest", "--output-dir", str(folder / "run"), "--device", "cpu", "--max-steps", "4",
+                      "--allow-changed-args"]) == 0  # fmt: skip
+        assert [row["step"] for row in metrics(folder / "run") if "search/recall@1" in row] == [0, 2, 4]
+        assert sorted(path.name for path in (folder / "run").glob("search_step*")) == [
+            f"search_step{step}.jsonl" for step in (0, 2, 4)
+        ]
+    assert run(None, "run", max_steps=2, overwrite=True) == 0
+    assert not list((folder / "run").glob("search_step*"))
 
 
 def test_a_service_that_cannot_be_used_ends_the_run_before_its_first_step(served_run, capsys):
