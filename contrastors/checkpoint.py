@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import re
 import shutil
 import uuid
@@ -72,8 +71,9 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 def _load_optimizer(folder: Path) -> dict[str, Any]:
     try:
         return torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise BadCheckpoint(f"{folder}: {OPTIMIZER_FILE} cannot be read ({str(error).splitlines()[0]})") from error
+    except Exception as error:  # on a damaged file the unpickler raises what it likes (KeyError, IndexError, ...)
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadCheckpoint(f"{folder}: {OPTIMIZER_FILE} cannot be read ({reason})") from error
 
 
 def list_checkpoints(run_folder: str | Path) -> list[Path]:

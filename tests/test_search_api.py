@@ -66,9 +66,11 @@ def test_a_url_may_end_in_a_slash_or_in_the_route():
         [Played("", 500), Played("", 502), Played("", 408)],
         [Played({"results": [{"hits": [HIT]}]}, cut=True)],
         [Played("<html>", 200)],
+        [Played('{\0"results": []}', 200)],  # looks like UTF-16, and is none
+        [Played("[" * 100_000, 200)],
         [Played({"results": []}, delay_s=1.0)],
     ],
-    ids=["429", "503", "mixed", "cut", "no JSON", "slow"],
+    ids=["429", "503", "mixed", "cut", "no JSON", "no encoding", "too deep", "slow"],
 )
 def test_failures_that_pass_are_asked_again_until_the_good_reply(failures, quick):
     with SearchServer(after(failures)) as server, SearchClient(server.url, 20, 1, timeout_s=0.5) as client:
