@@ -139,7 +139,7 @@ class SearchClient:
                 raise SearchStopped(f"--search-api-url {self.url}: {error}") from error
             except httpx.HTTPError as error:
                 failure = f"{type(error).__name__} {error}".strip()
-            except (ValueError, RecursionError):  # bytes of no encoding are a ValueError of another kind
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
                 failure = "answered no JSON"
             if attempt == max_retries:
                 raise SearchFailed(f"{attempt + 1} tries failed, the last: {failure}")
