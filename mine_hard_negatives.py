@@ -28,6 +28,7 @@ from contrastors.cli import (
     natural_float,
     natural_int,
     positive_int,
+    require_transformers,
     run_script,
     typed_flags,
 )
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from contrastors.served import ServedHits
 
 MARGINS = {"perc": 0.95, "margin": 0.05}  # perc: TopK-PercPos of NV-Retriever, arXiv 2407.15831
+NUM_LOOKED_AT = 2_000  # vectors that show whether a model is broken
 # What a mined file depends on beside model, input and corpus.
 SETTINGS = (
     "max_num_visual_tokens", "max_query_tokens", "dtype", "num_negatives", "n_docs", "filter_mode", "margin", "index",
@@ -404,6 +406,7 @@ def work(args: argparse.Namespace) -> int:
     """Does what the command line asks for and returns the exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of loader workers
 
+    require_transformers()
     from contrastors import distributed
     from contrastors.embeddings import text_key
     from contrastors.loading import load_encoder, silence_libraries
@@ -452,6 +455,9 @@ def finish(
     documents: EmbeddingMatrix | None, stats: dict[str, Any],
 ) -> None:  # fmt: skip
     """Searches and writes: the work of the main rank alone."""
+    import torch
+
+    from contrastors.evaluation import collapse_warnings, describe_vectors
     from contrastors.index import count_not_finite
     from contrastors.mining import LocalHits
     from contrastors.runlog import progress
@@ -464,6 +470,10 @@ def finish(
     stats["queries"]["truncated"] = truncated
     if truncated:
         say(f"{truncated} of {len(data.queries)} queries were cut at --max-query-tokens {args.max_query_tokens}")
+    some = vectors[:NUM_LOOKED_AT], documents[:NUM_LOOKED_AT] if documents is not None else vectors[:0]
+    look = describe_vectors(*map(torch.from_numpy, some)) | {"num_not_finite": 0}  # of those all are counted below
+    for warning in collapse_warnings(look):
+        say(f"warning: {warning} (of {NUM_LOOKED_AT:,} queries and tiles at most); their order means nothing")
     if documents is None:
         found = ask_service(args, data, vectors, stats)
         check_positives_found(args, data, found)

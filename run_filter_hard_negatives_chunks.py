@@ -274,8 +274,9 @@ def show(args: argparse.Namespace, plan: Plan, num_hard_negatives: int) -> None:
         reviews.append(found)
     title, num_rows = f"Hard negatives of {os.path.basename(args.input)}", len(plan.lines)
     write_report(
-        args.report, rows, plan.resolver, reviews, title=title, positives_of=plan.positives.of, num_rows=num_rows
-    )
+        args.report, rows, plan.resolver, reviews, title=title, positives_of=plan.positives.of, num_rows=num_rows,
+        max_image_pixels=args.max_image_pixels,
+    )  # fmt: skip
 
 
 def filter_chunks(args: argparse.Namespace, filter_flags: list[str]) -> int:

@@ -32,6 +32,7 @@ from contrastors.cli import (
     natural_int,
     positive_float,
     positive_int,
+    require_transformers,
     run_script,
     typed_flags,
 )
@@ -786,6 +787,7 @@ def work(args: argparse.Namespace, typed: set[str]) -> int:
     """Does what the command line asks for and returns the exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of loader workers
 
+    require_transformers()
     import torch
 
     from contrastors import distributed

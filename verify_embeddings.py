@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contrastors.cli import add_image_flags, make_parser, natural_int, positive_int, run_script
+from contrastors.cli import add_image_flags, make_parser, natural_int, positive_int, require_transformers, run_script
 from contrastors.comparison import COMPARED, Comparison, compare
 from contrastors.records import dump_json, write_text
 
@@ -205,6 +205,8 @@ def measure(run: Verification, name: str, temperature: float) -> Measured:
     measured = Measured(name, result, temperature, measure_invariance(run.model, run.probes))
     measured.off += check_invariance(measured.invariance, run.model.base.dtype)
     collapsed = collapse_warnings(result.metrics)
+    if name == BASE and (num_cut := result.metrics["num_truncated_queries"]):
+        say(f"{num_cut} queries were cut at --max-query-tokens {run.processor.max_query_tokens}")
     if name == BASE:  # a poor base is no fault of the adapter, and what the adapter is compared with
         for text in collapsed:
             say(f"note: {name}: {text}")
@@ -387,6 +389,7 @@ def work(args: argparse.Namespace) -> int:
     """Does what the command line asks for and returns the exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of loader workers
 
+    require_transformers()
     from contrastors import distributed
     from contrastors.checkpoint import read_args
     from contrastors.loading import silence_libraries

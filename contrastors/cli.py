@@ -11,9 +11,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 from contrastors.images import MAX_IMAGE_PIXELS
+
+# Position ids of images and the features that a forward takes came with 5.19; pyproject.toml asks for the same.
+TRANSFORMERS = "5.19 or newer, below 6"
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -117,6 +121,17 @@ def natural_float(text: str) -> float:
 def fraction(text: str) -> float:
     """Parses a number from 0 to 1."""
     return _number(float, 0, 1, text, "a number from 0 to 1")
+
+
+def require_transformers() -> None:
+    """Raises ValueError where transformers is missing or behaves otherwise by its version; call before importing it."""
+    try:
+        found = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        raise ValueError(f"transformers is not installed; needed is {TRANSFORMERS}: pip install -e .") from None
+    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    if not (5, 19) <= numbers < (6,):
+        raise ValueError(f"transformers {found} is installed, needed is {TRANSFORMERS}: pip install -e .")
 
 
 class Stopped(SystemExit):

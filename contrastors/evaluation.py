@@ -20,6 +20,7 @@ from contrastors.validation import ImageFact
 
 METRICS = (*(f"recall@{k}" for k in RECALL_AT), "mrr", f"ndcg@{NDCG_AT}")
 COLLAPSED = 0.999  # mean cosine of different documents from which on a model no longer tells them apart
+SMALLEST_NORM = 0.5  # of an embedding, which has length 1 unless the model's output was zero
 _QUERY_BLOCK = 256
 
 
@@ -176,11 +177,21 @@ def score_embeddings(
     for name in names[len(METRICS) + 1 :]:
         finite = per_query[name][np.isfinite(per_query[name])]
         summary[name] = float(finite.mean()) if len(finite) else float("nan")
-    finite = torch.isfinite(documents).all(dim=1)
     summary["num_queries"], summary["corpus_size"] = len(queries), len(documents)
-    summary["num_not_finite"] = int((~finite).sum()) + int((~torch.isfinite(queries).all(dim=1)).sum())
-    summary["mean_document_similarity"] = mean_pairwise_cosine(documents[finite])
-    return summary, per_query
+    return summary | describe_vectors(queries, documents), per_query
+
+
+def describe_vectors(queries: torch.Tensor, documents: torch.Tensor) -> dict[str, float]:
+    """Returns what tells of a broken model: `num_not_finite`, `num_zero`, `mean_document_similarity`.
+
+    Args:
+        queries: (Q, D) fp32.
+        documents: (C, D) fp32.
+    """
+    finite = torch.isfinite(documents).all(dim=1)
+    found = {"num_not_finite": int((~finite).sum()) + int((~torch.isfinite(queries).all(dim=1)).sum())}
+    found["num_zero"] = sum(int((v.square().sum(dim=1) < SMALLEST_NORM**2).sum()) for v in (queries, documents))
+    return found | {"mean_document_similarity": mean_pairwise_cosine(documents[finite])}
 
 
 def _one_query(scores: np.ndarray, positives: Sequence[int], scale: float) -> dict[str, float]:
@@ -249,6 +260,7 @@ def evaluate(
     # One rank computes: two machines may round differently, and ranks must agree on what is best.
     scored = score_embeddings(queries, document_vectors, data.positives, scale) if world.is_main else None
     metrics, per_query = from_main(scored)
+    metrics["num_truncated_queries"] = sum(processor.encode_query(query).truncated for query in data.queries)
     rows = []
     for place, (query, positives) in enumerate(zip(data.queries, data.positives, strict=True)):
         values = {name: float(column[place]) for name, column in per_query.items()}
@@ -257,10 +269,12 @@ def evaluate(
 
 
 def collapse_warnings(metrics: dict[str, float]) -> list[str]:
-    """Returns a sentence for embeddings that are not finite, and one for embeddings that are all alike."""
+    """Returns a sentence for embeddings that are not finite, for those that are zero, and for all alike."""
     warnings = []
     if metrics["num_not_finite"]:
         warnings.append(f"{metrics['num_not_finite']} embeddings are not finite; they rank last")
+    if metrics["num_zero"]:
+        warnings.append(f"{metrics['num_zero']} embeddings are zero: the model gives their inputs no direction")
     if metrics["mean_document_similarity"] > COLLAPSED:
         found = metrics["mean_document_similarity"]
         warnings.append(f"the embeddings have collapsed: two documents have a mean cosine of {found:.4f}")

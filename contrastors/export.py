@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from contrastors.cli import make_parser, positive_int, run_script
+from contrastors.cli import make_parser, positive_int, require_transformers, run_script
 from contrastors.records import dump_json, sync_file, write_text
 from contrastors.shards import folder_output
 
@@ -108,6 +108,7 @@ def export(args: argparse.Namespace) -> int:
         raise ValueError(f"{output} exists; use --overwrite or another --output")
     if args.format == "sentence-transformers":
         _check_sentence_transformers()
+    require_transformers()
     from contrastors.checkpoint import QUERY_SIDE
     from contrastors.distributed import pick_device
     from contrastors.export_check import check, compare, embed_reference, read_export

@@ -140,6 +140,8 @@ def check_effect(base: torch.Tensor, adapted: torch.Tensor) -> list[str]:
         base: (n, D) vectors without it.
         adapted: (n, D) vectors of the same inputs with it.
     """
+    if not torch.linalg.vector_norm(adapted, dim=1).any():
+        return ["every embedding is zero: the model gives no input a direction"]
     if largest_deviation(base, adapted) <= NO_EFFECT:
         return ["the adapter has no effect: every embedding is that of the base model"]
     return []

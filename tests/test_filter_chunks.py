@@ -269,3 +269,28 @@ def test_the_page_of_the_merged_rows_is_that_of_a_single_run(rows_with_shared_qu
         assert run_chunks(source, tmp_path / "chunks", server, chunk_size=7, report=pages[1]) == 0
     assert pages[0].read_bytes() == pages[1].read_bytes()
     assert not list((tmp_path / "chunks").glob("chunk_*/*.html"))
+
+
+def test_the_pixel_limit_reaches_the_page_of_the_merged_rows(colour_set: Path, tmp_path: Path, monkeypatch):
+    limits = []
+    monkeypatch.setattr(script, "write_report", lambda *args, max_image_pixels, **rest: limits.append(max_image_pixels))
+    with JudgeServer(mixed) as server:
+        flags = {"report": tmp_path / "page.html", "max_image_pixels": 5000}
+        assert run_chunks(many_rows(colour_set, 3), tmp_path / "chunks", server, **flags) == 0
+    assert limits == [5000]
+
+
+def test_an_error_that_no_retry_cures_ends_the_runner_after_one_chunk(
+    colour_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+    source, chunks = many_rows(colour_set, 9), tmp_path / "chunks"
+    with JudgeServer(lambda request: error(401, "bad key sk-very-secret")) as server:
+        assert run_chunks(source, chunks, server, chunk_size=3) == 1
+        assert server.num_calls <= 8  # what one chunk has in flight
+    printed = capfd.readouterr()
+    assert server.url in printed.err and "$OPENAI_API_KEY" in printed.err and "--skip-existing goes on" in printed.err
+    assert "secret" not in printed.out + printed.err and "Traceback" not in printed.err
+    with JudgeServer(mixed) as server:
+        assert run_chunks(source, chunks, server, chunk_size=3, skip_existing=True) == 0
+        assert files(chunks)[:2] == single_run(source, server, tmp_path / "single")[:2]
