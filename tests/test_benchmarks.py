@@ -84,6 +84,48 @@ def test_grad_cache_ways_of_a_tiny_model_give_one_gradient():
         assert (found - wanted).norm() / wanted.norm() < 1e-5
 
 
+def test_graphs_held_do_not_grow_with_the_batch_and_never_exceed_the_budget(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    options = ("--batches", 8, 16, "--batch", 8, "--rounds", 1, "--plot", tmp_path / "budgets.png")
+    tables = rows_of(capsys, "budgets", *options)
+    small, large = tables["budgets: by batch, nothing retained"]
+    assert large["MiB held"] == pytest.approx(small["MiB held"], rel=0.05)
+    assert small["MiB held"] == pytest.approx(small["MiB of the largest graph"], rel=0.05)
+    assert large["MiB held, all retained"] > 1.8 * small["MiB held, all retained"]  # the counter does see graphs
+    classic, below, *enough = tables["budgets: --retain-graphs auto"]
+    assert classic["retained"] == below["retained"] == 0
+    assert all(row["MiB held"] <= row["MiB"] for row in enough)
+    retained = [row["retained"] for row in enough]
+    assert retained == sorted(retained) and retained[0] == 1 and retained[-1] == enough[-1]["chunks"]
+    assert enough[-1]["MiB held"] > 2 * classic["MiB held"]
+    assert all(row["relative L2 to no retaining"] == 0 for row in (below, *enough))
+    assert (tmp_path / "budgets.png").stat().st_size > 10_000
+
+
+def test_a_counter_of_held_bytes_tells_a_budget_that_is_not_kept():
+    from benchmarks.budgets import is_kept
+
+    row = {"MiB": 10.0, "MiB of a full graph": 6.0, "MiB held": 10.1, "retained": 2}
+    assert not is_kept(row) and is_kept(row | {"MiB held": 10.0})
+    assert not is_kept(row | {"MiB": 5.0}) and is_kept(row | {"MiB": 5.0, "retained": 0})
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.dist, pytest.mark.slow])])
+def test_every_combination_gives_the_gradients_of_one_process_and_one_graph(capsys, ranks):
+    tables = rows_of(capsys, "gradients", "--rows", 4, "--ranks", ranks)
+    rows = tables["gradients"]
+    assert len({tuple(map(str, list(row.values())[:6])) for row in rows}) == len(rows) == 72
+    assert {row["ranks"] for row in rows} == {ranks}
+    assert max(row["relative L2"] for row in rows) < 1e-5 and max(row["logit scale"] for row in rows) < 1e-5
+    shared, different = (
+        {row["documents"] for row in rows if row["slots"] == slots} for slots in ("share documents", "all different")
+    )
+    assert max(shared) < min(different)
+    controls = tables["gradients: least difference of a control, at least 1e-02"]
+    assert all(min(row["relative L2"], row["logit scale"]) > 1e-2 for row in controls)
+    assert tables["gradients: worst difference by setting, at most 1e-05"][-1]["combinations"] == 72
+
+
 def test_peak_memory_sees_what_is_gone_at_the_end():
     with PeakMemory() as peak:
         torch.zeros(32 * 2**20).add_(1)
