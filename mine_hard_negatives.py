@@ -187,7 +187,7 @@ def embed_kind(
     args: argparse.Namespace, encoder: Encoder, world: World, kind: str, sources: list[str], keys: list[bytes]
 ) -> tuple[EmbeddingMatrix | None, dict[str, int]]:
     """Returns the embeddings of queries or documents (None beside the main rank), and their counts. Collective."""
-    from contrastors.data import ItemDataset
+    from contrastors.batches import ItemDataset
     from contrastors.embeddings import EmbeddingStore, embed_missing
     from contrastors.runlog import progress
 

@@ -41,9 +41,9 @@ from contrastors.records import dump_json, write_jsonl, write_text
 if TYPE_CHECKING:
     import torch
 
+    from contrastors.batches import Batch, StepDataset
     from contrastors.biqwen3 import BiQwen3
     from contrastors.chunking import Chunking
-    from contrastors.data import Batch, StepDataset
     from contrastors.distributed import GradientBucket, World
     from contrastors.evaluation import EvalSet
     from contrastors.logit_scale import LogitScale
@@ -283,8 +283,8 @@ def compute_gradients(run: Run, batch: Batch) -> list[float]:
     """
     import torch
 
+    from contrastors.batches import contrast_batch
     from contrastors.chunking import add_gradients, cut_batch
-    from contrastors.data import contrast_batch
     from contrastors.rand_state import seed_step
 
     args, bucket, step = run.args, run.bucket, run.state.step
@@ -403,7 +403,7 @@ def ask_service(run: Run) -> None:
     Raises:
         SearchStopped: At the first evaluation.
     """
-    from contrastors.data import ItemDataset
+    from contrastors.batches import ItemDataset
     from contrastors.distributed import barrier
     from contrastors.evaluation import embed, evaluating
     from contrastors.runlog import progress
@@ -505,8 +505,9 @@ def begin_training(run: Run, train: Any, checkpoint: Path | None) -> None:
     """Puts the adapter on the model and makes everything that a step needs; restores it from a checkpoint."""
     import torch
 
+    from contrastors.batches import StepDataset
     from contrastors.checkpoint import load_adapter, restore
-    from contrastors.data import BatchOrder, StepDataset
+    from contrastors.data import BatchOrder
     from contrastors.distributed import GradientBucket
 
     args = run.args
@@ -580,7 +581,7 @@ def freeze_documents(run: Run) -> None:
 
 def train(run: Run) -> None:
     """Runs the loop to the last step, or until a signal; every rank does the same steps."""
-    from contrastors.data import load_batches
+    from contrastors.batches import load_batches
     from contrastors.evaluation import EvaluationStopped
     from contrastors.runlog import progress
 

@@ -27,6 +27,7 @@ from PIL import Image
 from benchmarks.common import alternate, describe_machine, make_parser, show
 from benchmarks.gradients import Encoder, load_encoder
 from benchmarks.models import LiveSavedBytes
+from contrastors.batches import Batch, contrast_batch
 from contrastors.chunking import (
     GIB,
     Chunking,
@@ -38,7 +39,6 @@ from contrastors.chunking import (
     make_full_chunk,
     measure_chunk,
 )
-from contrastors.data import Batch, contrast_batch
 from contrastors.demo import make_model
 from contrastors.distributed import GradientBucket
 from contrastors.loss import ColumnMask

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.common import alternate, describe_machine, make_parser, show
 from benchmarks.models import MERGE, REAL_2B, TINY, build_model, make_inputs
 from contrastors import distributed
+from contrastors.batches import Batch
 from contrastors.chunking import Chunking
-from contrastors.data import Batch
 from contrastors.distributed import GradientBucket
 from contrastors.logit_scale import LogitScale
 from contrastors.loss import ColumnMask

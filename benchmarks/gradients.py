@@ -31,9 +31,10 @@ from PIL import Image
 
 from benchmarks.common import describe_machine, make_parser, show
 from contrastors import distributed
+from contrastors.batches import Batch, StepDataset, contrast_batch
 from contrastors.biqwen3 import BiQwen3
 from contrastors.chunking import Chunking, add_gradients, cut_batch
-from contrastors.data import Batch, BatchOrder, StepDataset, build_training_set, contrast_batch
+from contrastors.data import BatchOrder, build_training_set
 from contrastors.demo import make_model
 from contrastors.distributed import GradientBucket, World, gather_objects
 from contrastors.images import open_image

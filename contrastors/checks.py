@@ -11,17 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from contrastors.batches import Batch, StepDataset, contrast_batch, load_batches
 from contrastors.biqwen3 import BiQwen3
 from contrastors.chunking import Chunking, cut_batch
-from contrastors.data import (
-    Batch,
-    BatchOrder,
-    StepDataset,
-    TrainingSet,
-    build_training_set,
-    contrast_batch,
-    load_batches,
-)
+from contrastors.data import BatchOrder, TrainingSet, build_training_set
 from contrastors.distributed import GradientBucket, World
 from contrastors.evaluation import COLLAPSED, mean_pairwise_cosine
 from contrastors.gates import (

@@ -10,7 +10,9 @@ cluster, and after an upgrade.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from contrastors.cli import (
     natural_int,
     positive_float,
     positive_int,
+    require_transformers,
     run_script,
 )
 
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 
 WIDTHS = (27, 66, 22)  # name, figure, bound
 STOP_S = 40  # torchrun gives its workers 30 s
+# torch asks the name server who 127.0.0.1 is, once a connection: 10 s each where nobody answers.
+RES_OPTIONS = "timeout:1 attempts:2"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -162,19 +167,17 @@ def run_ranks(argv: list[str], num_processes: int, timeout_s: float, output: Pat
     """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}",
-        f"--log-dir={output.parent}", "-m", "contrastors.doctor", *argv, "--gradients-to", str(output),
+        f"--log-dir={output.parent}", "-m", "contrastors.doctor", *argv, "--processes-timeout-s", str(timeout_s),
+        "--gradients-to", str(output),
     ]  # fmt: skip
     paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "RES_OPTIONS": RES_OPTIONS}
     with open(output.with_name("ranks.log"), "w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
-            code = process.wait(timeout_s)
+            code = process.wait(timeout_s + STOP_S)  # ranks end by themselves after timeout_s
         except subprocess.TimeoutExpired:
-            raise ValueError(
-                f"{num_processes} processes did not end within --processes-timeout-s {timeout_s:g}: a collective hangs "
-                "(on GPUs NCCL_DEBUG=INFO tells more) or loading is slow"
-            ) from None
+            code = None
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -184,12 +187,41 @@ def run_ranks(argv: list[str], num_processes: int, timeout_s: float, output: Pat
                     process.kill()
         log.seek(0)
         lines = [line.strip() for line in log if line.strip()]
+    places = [place for rank in range(num_processes) if (place := read_place(output, rank))]
+    if places or code is None:
+        raise ValueError(
+            f"{num_processes} processes did not end within --processes-timeout-s {timeout_s:g}: a collective hangs "
+            f"(on GPUs NCCL_DEBUG=INFO tells more) or loading is slow; {', '.join(places) or 'torchrun hangs'}"
+        )
     if code:
         told = [line for line in lines if line.startswith("error: ")] or [
             line for line in lines if "Error: " in line and "ChildFailedError" not in line
         ]
         last = told[0].removeprefix("error: ") if told else lines[-1] if lines else "no message"
         raise ValueError(f"{num_processes} processes under torchrun failed (exit code {code}): {last}")
+
+
+def _stack_file(output: Path, rank: int) -> Path:
+    return output.with_name(f"rank{rank}.stack")
+
+
+def read_place(output: Path, rank: int) -> str:
+    """Returns where a rank was when its time was up: our innermost line; "" where it ended in time."""
+    file = _stack_file(output, rank)
+    stack = file.read_text(errors="replace") if file.exists() else ""
+    main_thread = stack.rpartition("(most recent call first)")[2]
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', main_thread)
+    own = [frame for frame in frames if Path(frame[0]).parent == Path(__file__).parent] or frames
+    if not own:
+        return f"rank {rank} could not tell where" if stack else ""
+    file_name, line, function = own[0]
+    return f"rank {rank} was in {function} ({Path(file_name).name}:{line})"
+
+
+def end_when_time_is_up(output: Path, timeout_s: float) -> None:
+    """Ends this rank after so many seconds, wherever it hangs, and leaves its stack beside `output`."""
+    file = open(_stack_file(output, int(os.environ["RANK"])), "w")  # faulthandler writes to it until the end
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=file)
 
 
 def compare_ranks(patient: Patient, args: argparse.Namespace, argv: list[str]) -> list[Check]:
@@ -241,6 +273,7 @@ def write_rank_gradients(args: argparse.Namespace) -> int:
 
 def examine(args: argparse.Namespace, argv: list[str]) -> int:
     """Runs all checks in order and returns the exit code."""
+    require_transformers()
     from contrastors import checks, distributed, step_checks
     from contrastors.loading import silence_libraries
 
@@ -282,6 +315,7 @@ def main(argv: list[str] | None = None) -> int:
     validate(parser, args)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of loader workers
     if args.gradients_to is not None:
+        end_when_time_is_up(args.gradients_to, args.processes_timeout_s)
         return run_script(lambda: write_rank_gradients(args))
     return run_script(lambda: examine(args, argv))
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from contrastors.batches import ItemDataset, load_items
 from contrastors.biqwen3 import BiQwen3
-from contrastors.data import ItemDataset, load_items
 from contrastors.distributed import World, barrier, from_main
 from contrastors.records import dump_json, write_text
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from contrastors.batches import ItemDataset, load_items
 from contrastors.biqwen3 import BiQwen3
-from contrastors.data import NO_DOCUMENT, DocumentTable, ItemDataset, load_items
+from contrastors.data import NO_DOCUMENT, DocumentTable
 from contrastors.distributed import World, from_main, gather_rows
 from contrastors.metrics import NDCG_AT, RECALL_AT, query_metrics, summarize
 from contrastors.processing import BiQwen3Processor

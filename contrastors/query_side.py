@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from contrastors.data import DocumentTable, DocumentVectors, ItemDataset
+from contrastors.batches import DocumentVectors, ItemDataset
+from contrastors.data import DocumentTable
 from contrastors.distributed import World
 from contrastors.embeddings import EmbeddingStore, embed_missing
 from contrastors.evaluation import evaluating

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import NamedTuple
 
 import torch
 
+from contrastors.batches import Batch, StepDataset, load_batches
 from contrastors.checks import Check, Patient, judge
-from contrastors.data import Batch, load_batches
 from contrastors.loss import grad_cache_loss
 from contrastors.rand_state import seed_step
 
@@ -22,7 +26,8 @@ from contrastors.rand_state import seed_step
 # order. A lost chunk or other dropout masks make 0.3 and more.
 SAME_SHAPES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 OTHER_SHAPES = {torch.float32: 1e-3, torch.bfloat16: 3e-1}
-LOADER_S = 10.0  # the loader is watched for so long at most
+LOADER_S = 10.0  # the loader is watched for so long at most, and as long waited for to be past its start
+BATCH_S = 120.0  # a batch that takes longer never comes
 
 
 class Agreement(NamedTuple):
@@ -167,10 +172,52 @@ def check_training_modules(patient: Patient) -> list[Check]:
     return [*checks, judge("gradient arrives", figure, "all, not zero", bool(trains) and not dead, sentence)]
 
 
+def _give_up(number: int, frame: FrameType | None) -> None:
+    raise ValueError(
+        f"the loader gave no batch for {BATCH_S:g} s: its workers or the storage hang (--num-workers 0 does without)"
+    )
+
+
+@contextmanager
+def open_loader(dataset: StepDataset, num_workers: int, device: torch.device) -> Iterator[Iterator[Batch]]:
+    """Yields endless batches of a loader that is gone after the block, whatever its workers do.
+
+    The workers ignore SIGTERM, which is all that torch sends to one that does not end, and at its exit Python waits for
+    every child without limit: one that hangs would keep this process for ever.
+
+    Raises:
+        ValueError: No batch came for `BATCH_S`.
+    """
+
+    def take() -> Iterator[Batch]:
+        while True:
+            signal.setitimer(signal.ITIMER_REAL, BATCH_S, BATCH_S)  # stays on until the loader is gone
+            yield next(batches)
+
+    others = multiprocessing.active_children()
+    handler = signal.signal(signal.SIGALRM, _give_up)
+    batches = load_batches(dataset, 0, 2**31, num_workers, device)
+    try:
+        yield take()
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # they hold the loader, which asks its workers to end when it goes
+        raise
+    finally:
+        batches.close()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        for worker in set(multiprocessing.active_children()).difference(others):
+            worker.kill()
+            worker.join(10)
+
+
 def watch_loader(batches: Iterator[Batch], num_workers: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Returns documents a second, without start-up; batches that wait ready at the start are waited out."""
+    begun = clock()
     for _ in range(1 + 2 * num_workers):
         next(batches)
+        if clock() - begun > LOADER_S:
+            break
     started, num_documents = clock(), 0
     for number, batch in enumerate(batches, start=1):
         num_documents += len(batch.documents)
@@ -195,7 +242,7 @@ def check_time(patient: Patient) -> list[Check]:
     started = time.perf_counter()
     step()
     step_s = time.perf_counter() - started
-    with closing(load_batches(patient.dataset(args.batch_size), 0, 2**31, args.num_workers, device)) as batches:
+    with open_loader(patient.dataset(args.batch_size), args.num_workers, device) as batches:
         loader = watch_loader(batches, args.num_workers)
     needed = len(batch.documents) / step_s
     advice = f"the step waits for the loader: more than --num-workers {args.num_workers} would help"

@@ -91,7 +91,8 @@ def compare_embeddings(both: Both, rows: list[dict]) -> dict[str, float]:
 
 def compare_items(both: Both, data: Path, rows: list[dict]) -> dict:
     """Token ids and pixels of the converted rows against what our collate makes of the rows they come from."""
-    from contrastors.data import BatchOrder, StepDataset, build_training_set
+    from contrastors.batches import StepDataset
+    from contrastors.data import BatchOrder, build_training_set
     from contrastors.pixels import unpack_patches
     from contrastors.records import read_pairs
     from contrastors.swift_rows import break_markers

@@ -518,7 +518,7 @@ def test_an_empty_evaluation_file_is_an_error_before_training(scripts: Scripts, 
 def test_retrieval_in_bf16_has_distinct_scores_and_does_not_depend_on_the_order_of_the_file(
     tiny_model: Path, tmp_path: Path
 ):
-    from contrastors.data import ItemDataset
+    from contrastors.batches import ItemDataset
     from contrastors.distributed import World
     from contrastors.evaluation import build_eval_set, embed, evaluate
     from contrastors.images import MAX_IMAGE_PIXELS

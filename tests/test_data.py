@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import pickle
 import shutil
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from contrastors.data import (
-    BatchFailure,
-    BatchOrder,
-    DocumentTable,
-    ItemDataset,
-    StepDataset,
-    build_training_set,
-    load_batches,
-    load_items,
-    validate_images,
-)
+from contrastors.batches import BatchFailure, ItemDataset, StepDataset, load_batches, load_items
+from contrastors.data import BatchOrder, DocumentTable, build_training_set, validate_images
 from contrastors.distributed import World
 from contrastors.images import MAX_IMAGE_PIXELS, open_image
 from contrastors.processing import BiQwen3Processor
@@ -429,13 +422,35 @@ def test_what_workers_receive_can_be_pickled(processor, tiles, monkeypatch):
             sent.append((dataset, options.get("collate_fn")))
             super().__init__(dataset, **options)
 
-    monkeypatch.setattr("contrastors.data.DataLoader", Loader)
+    monkeypatch.setattr("contrastors.batches.DataLoader", Loader)
     items = ItemDataset(processor, "query", ["a", "b"], 1)
     list(load_items(items, range(2), 2, 0, CPU))
     list(load_batches(build(processor, make_pairs(tiles, TWELVE)), 0, 1, 0, CPU))
     assert len(sent) == 2
     for parts in sent:
         pickle.loads(pickle.dumps(parts))
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_hangs_neither_outlives_its_loader_nor_is_waited_for_without_end(processor, tiles, monkeypatch):
+    dataset, whole = build(processor, make_pairs(tiles, TWELVE)), StepDataset.__getitem__
+
+    def hang(self, step):
+        if step >= 1:
+            time.sleep(600)
+        return whole(self, step)
+
+    monkeypatch.setattr(StepDataset, "__getitem__", hang)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.3)  # how long torch waits for a worker
+    batches = load_batches(dataset, 0, 9, 1, CPU)
+    next(batches)
+    assert multiprocessing.active_children()
+    batches.close()
+    assert not multiprocessing.active_children()
+    monkeypatch.setattr("contrastors.batches.LOADER_TIMEOUT_S", 2)
+    with pytest.raises(ValueError, match="gave nothing for 2 s: does the storage hang"):
+        list(load_batches(dataset, 0, 9, 1, CPU))
+    assert not multiprocessing.active_children()
 
 
 # --- validation ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -81,9 +82,10 @@ def test_the_demo_s_model_and_tiles_pass_with_two_processes_and_nothing_is_left_
     before = sorted(tmp_path.rglob("*"))
     (tmp_path / "temporary").mkdir()
     argv = flags(tmp_path / "model", data, "--num-hard-negatives", "2", "--num-workers", "2")
+    argv += ["--processes-timeout-s", "300"]  # a hang is told before this test ends it; 24 s alone, 240 s at load 10
     command = [sys.executable, "-m", "contrastors.doctor", *argv]
     places = environment(TMPDIR=str(tmp_path / "temporary"))
-    done = subprocess.run(command, cwd=ROOT, env=places, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=places, capture_output=True, text=True, timeout=900)
     table = read_table(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not off(table) and done.stdout.endswith("nothing is off\n")
@@ -284,6 +286,36 @@ def test_a_check_that_breaks_is_off_with_a_sentence_and_the_others_still_run(exa
     assert errors == "error: embeddings: TypeError: apply_chat_template() got an unexpected keyword\n"
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "first_step", "found"),
+    [
+        ("0", 1, {"time"}),
+        ("1", 1, {"time"}),
+        # Past the last batch that is taken: nothing waits for it, but Python would wait for its worker at the exit.
+        ("1", 3 + 8, set()),
+    ],
+)
+def test_a_loader_that_hangs_is_told_and_leaves_no_worker(examine, monkeypatch, num_workers, first_step, found):
+    from contrastors.batches import StepDataset
+
+    whole = StepDataset.__getitem__
+
+    def hang(self, step):
+        if step >= first_step:
+            time.sleep(600)
+        return whole(self, step)
+
+    monkeypatch.setattr(StepDataset, "__getitem__", hang)
+    monkeypatch.setattr("contrastors.step_checks.BATCH_S", 2.5 if found else 60)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.3)  # how long a worker is waited for
+    before = signal.getsignal(signal.SIGALRM)
+    code, table, errors = examine("--num-workers", num_workers)
+    assert code == bool(found) and off(table) == found
+    assert ("the loader gave no batch for 2.5 s" in errors) == bool(found)
+    assert not multiprocessing.active_children()
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
 # ---------------------------------------------------------------------------------------------------------------- ranks
 
 FAULTS = {
@@ -292,6 +324,11 @@ FAULTS = {
     "no reduction": "distributed.GradientBucket.reduce = lambda self: None",
     "dead rank": "import sys; distributed.start = lambda name: sys.exit('error: rank 1 has no such device')",
     "hang": "import time; distributed.start = lambda name: time.sleep(600)",
+    "a collective that one rank leaves out": "distributed.GradientBucket.reduce = lambda self: "
+    "os.environ['RANK'] == '0' and (dist.all_reduce(self.flat), distributed.barrier())",
+    "late main rank": "import time; os.environ['RANK'] == '0' and time.sleep(5)",
+    "slow rank": "import time; whole = loss.get_chunked_embeddings; loss.get_chunked_embeddings = "
+    "lambda *inputs: (time.sleep(5 * int(os.environ['RANK'])), whole(*inputs))[1]",
 }
 
 
@@ -356,7 +393,11 @@ def test_ranks_are_held_to_the_factor_of_the_reduction(tiny_model, colour_set, r
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("fault", "timeout_s", "told"),
-    [("dead rank", 100, "failed .*: rank 1 has no such device"), ("hang", 8, "did not end within .* 8: a collective")],
+    [
+        ("dead rank", 100, "failed .*: rank 1 has no such device"),
+        ("hang", 15, r"did not end within .* 15: a collective hangs .*rank [01] was in \S+ \(\w+\.py:\d+\)"),
+        ("a collective that one rank leaves out", 40, r"within .* 40: a collective hangs .*rank [01] was in \S+ \(\w+"),
+    ],
 )
 def test_ranks_that_fail_or_hang_are_told_in_a_sentence(
     tiny_model, colour_set, tmp_path, plant_in_ranks, fault, timeout_s, told
@@ -367,6 +408,32 @@ def test_ranks_that_fail_or_hang_are_told_in_a_sentence(
     with pytest.raises(ValueError, match=told):
         run_ranks(flags(tiny_model, colour_set / "rows.jsonl"), 2, timeout_s, tmp_path / "gradients.safetensors")
     assert not psutil.Process().children(recursive=True)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("fault", ["late main rank", "slow rank"])
+def test_a_rank_that_is_late_or_slow_changes_nothing(examine, plant_in_ranks, fault):
+    plant_in_ranks(fault)
+    code, table, errors = examine("--processes", "2", "--processes-timeout-s", "100")
+    assert code == 0, errors
+    assert not off(table) and table["1 process / 2: ranks"][0] == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_whose_doctor_was_killed_end_when_their_time_is_up(tiny_model, colour_set, plant_in_ranks):
+    argv = flags(tiny_model, colour_set / "rows.jsonl", "--processes-timeout-s", "12")
+    places = plant_in_ranks("hang")
+    process = subprocess.Popen([sys.executable, "-m", "contrastors.doctor", *argv], cwd=ROOT, env=places)
+    itself = psutil.Process(process.pid)
+    while len(started := itself.children(recursive=True)) < 3:  # torchrun and two ranks
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.kill()
+    process.wait(60)
+    _, alive = psutil.wait_procs(started, timeout=100)
+    assert not alive
 
 
 @pytest.mark.slow

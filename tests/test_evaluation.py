@@ -21,7 +21,8 @@ from PIL import Image, PngImagePlugin
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from contrastors.data import ItemDataset, validate_images
+from contrastors.batches import ItemDataset
+from contrastors.data import validate_images
 from contrastors.distributed import World, start, stop
 from contrastors.evaluation import (
     METRICS,

@@ -20,8 +20,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from contrastors.batches import StepDataset
 from contrastors.biqwen3 import _clear_rope_deltas, pool_last_token
-from contrastors.data import BatchOrder, StepDataset, build_training_set
+from contrastors.data import BatchOrder, build_training_set
 from contrastors.images import open_image
 from contrastors.logit_scale import LogitScale
 from contrastors.loss import ColumnMask, clip_loss, get_cached_gradients, get_chunked_embeddings, grad_cache_loss

@@ -36,7 +36,8 @@ SEED = 123
 
 
 def build_dataset(pairs, processor, num_negatives, world):
-    from contrastors.data import BatchOrder, StepDataset, build_training_set
+    from contrastors.batches import StepDataset
+    from contrastors.data import BatchOrder, build_training_set
     from contrastors.validation import check_image, image_paths
 
     data = build_training_set(pairs, {p: check_image(p) for p in image_paths(pairs)}, num_negatives)
@@ -169,8 +170,8 @@ def check_case(model_folder, pairs, num_negatives, vision, dropout, reduction, w
 
 def check_query_side(model_folder, pairs, num_negatives, reduction, queries_of_a_chunk, world) -> dict:
     """Query-side tuning: documents are constants; the rest of the step is the trainer's."""
+    from contrastors.batches import DocumentVectors, contrast_batch
     from contrastors.chunking import Chunking, add_gradients, cut_batch
-    from contrastors.data import DocumentVectors, contrast_batch
     from contrastors.distributed import GradientBucket, gather_objects
     from contrastors.images import open_image
 

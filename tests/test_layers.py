@@ -25,9 +25,9 @@ FLOORS = {
     # 1: torch
     "rand_state": 1, "distributed": 1, "logit_scale": 1, "pixels": 1, "index": 1,
     # 2
-    "loss": 2, "biqwen3": 2, "processing": 2,
+    "loss": 2, "biqwen3": 2, "processing": 2, "data": 2,
     # 3
-    "data": 3, "evaluation": 3, "checkpoint": 3, "demo": 3, "loading": 3, "embeddings": 3,
+    "batches": 3, "evaluation": 3, "checkpoint": 3, "demo": 3, "loading": 3, "embeddings": 3,
     "mining": 3, "gates": 3, "chunking": 3,
     # 4: what a run of the trainer is made of
     "datasets": 4, "resume": 4, "query_side": 4,
@@ -46,7 +46,7 @@ SAME_FLOOR = {
     ("report", "candidates"), ("report", "images"), ("report", "records"), ("report", "verdicts"),
     ("corpus", "records"), ("demo_judge", "images"), ("demo_judge", "records"), ("search_api", "vlm"),
     ("served", "candidates"), ("served", "negatives"), ("served", "records"),
-    ("evaluation", "data"), ("embeddings", "data"), ("mining", "data"), ("mining", "embeddings"),
+    ("evaluation", "batches"), ("embeddings", "batches"), ("mining", "embeddings"),
     ("loading", "checkpoint"), ("comparison", "metrics"), ("plots", "metrics"), ("plots", "records"),
     ("swift_rows", "images"), ("swift_rows", "records"),
     ("served_eval", "metrics"), ("served_eval", "records"), ("served_eval", "search_api"), ("served_eval", "served"),

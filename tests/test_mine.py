@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from contrastors.data import ItemDataset
+from contrastors.batches import ItemDataset
 from contrastors.distributed import World
 from contrastors.evaluation import embed
 from contrastors.loading import load_encoder

@@ -11,10 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
+from contrastors.batches import DocumentVectors, ItemDataset, StepDataset, contrast_batch
 from contrastors.biqwen3 import BiQwen3
 from contrastors.checkpoint import load_adapter
 from contrastors.chunking import Chunking, add_gradients, cut_batch
-from contrastors.data import BatchOrder, DocumentVectors, ItemDataset, StepDataset, build_training_set, contrast_batch
+from contrastors.data import BatchOrder, build_training_set
 from contrastors.distributed import World
 from contrastors.evaluation import embed
 from contrastors.images import open_image

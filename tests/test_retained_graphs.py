@@ -426,7 +426,7 @@ def test_a_single_document_that_does_not_fit_ends_the_run_with_a_sentence(args, 
 
     monkeypatch.setattr(BiQwen3, "forward", fail_with_grad)
     assert train(args("run", eval_steps=0)) == 1
-    assert "out of memory at step 1 with one document a chunk; use --gradient-checkpointing" in capsys.readouterr().err
+    assert "out of memory at step 1 with chunks of one; use --gradient-checkpointing" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs

@@ -190,7 +190,7 @@ def test_rows_of_one_text_are_one_query_and_images_need_not_be_here(tmp_path):
 @pytest.fixture
 def served_run(tiny_model, colour_set):
     """run(url, output, **flags): a query-side run that asks a service; and the search of the frozen corpus."""
-    from contrastors.data import ItemDataset
+    from contrastors.batches import ItemDataset
     from contrastors.distributed import World
     from contrastors.evaluation import embed
     from contrastors.loading import load_bi_encoder
