@@ -170,6 +170,7 @@ def check_case(model_folder, pairs, num_negatives, vision, dropout, reduction, w
 
 def check_query_side(model_folder, pairs, num_negatives, reduction, queries_of_a_chunk, world) -> dict:
     """Query-side tuning: documents are constants; the rest of the step is the trainer's."""
+    from contrastors import distributed
     from contrastors.batches import DocumentVectors, contrast_batch
     from contrastors.chunking import Chunking, add_gradients, cut_batch
     from contrastors.distributed import GradientBucket, gather_objects
@@ -187,7 +188,9 @@ def check_query_side(model_folder, pairs, num_negatives, reduction, queries_of_a
     chunking = Chunking(documents=1, queries=queries_of_a_chunk)
     cut = cut_batch(batch.queries, batch.documents, chunking, processor.merge_size)
     work = partial(contrast_batch, batch, cut.places, scale, num_negatives, 0)
+    whole, distributed._reduce_scatter = distributed._reduce_scatter, None  # frozen documents want no gradient back
     add_gradients(model, cut, work, world.size if reduction == "sum" else 1, chunking)
+    distributed._reduce_scatter = whole
     bucket.reduce()
     copies = gather_objects(bucket.flat.clone())
     case = {"ranks_agree": all(torch.equal(copies[0], copy) for copy in copies), "chunks": len(cut.chunks)}

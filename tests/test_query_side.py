@@ -324,6 +324,18 @@ def test_a_mode_cannot_change_on_resume(args, colour_set, capsys):
     assert "--mode standard (checkpoint: query-side-tune)" in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_before_there_were_modes_is_of_the_standard_one(args, colour_set, capsys):
+    assert train(args("run", mode="standard", max_steps=2)) == 0
+    file = colour_set / "run" / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    del state["args"]["mode"]
+    file.write_text(json.dumps(state))
+    argv = ["--resume", str(file.parent), "--max-steps", "4", "--allow-changed-args"]
+    assert train([*argv, "--mode", MODE]) == 1
+    assert "--mode query-side-tune (checkpoint: standard)" in capsys.readouterr().err
+    assert train(argv) == 0
+
+
 SLOW_RANK = """
 import os, random, torch
 if os.environ.get("RANK") == "1":
