@@ -189,7 +189,9 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: s
     acts = {"sample_negatives": args.sample_negatives, "missing_negatives": args.missing_negatives == "drop-row"}
     for name in typed & acts.keys() if training and not args.num_hard_negatives else ():
         refusals.append((acts[name], f"{flag(name)} needs --num-hard-negatives"))
-    idle = {"eval_jsonl", "best_metric", "max_eval_rows", "eval_batch_size"}
+    idle = {"eval_jsonl", "best_metric", "max_eval_rows"}
+    if args.mode == "standard":  # otherwise documents are embedded in such batches, before the first step
+        idle.add("eval_batch_size")
     for name in typed & idle if training and args.eval_steps == 0 else ():
         refusals.append((True, f"{flag(name)} is idle with --eval-steps 0"))
     for refused, text in refusals:
@@ -246,7 +248,6 @@ class Run:
     eval_vectors: torch.Tensor | None = None
     service: SearchClient | None = None
     test_set: ServedEvalSet | None = None
-    is_service_proven: bool = False
     train_set: StepDataset | None = None
     bucket: GradientBucket | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -398,14 +399,15 @@ def evaluate_run(run: Run) -> bool:
 def ask_service(run: Run) -> None:
     """Evaluates on the index that a search service holds, logs, writes search_step{N}.jsonl. Collective.
 
-    A service that cannot be used is an error at the first evaluation of this process; later it must not end a training.
+    A service that cannot be used is an error before the first step; later it must not end a training.
 
     Raises:
-        SearchStopped: At the first evaluation.
+        SearchStopped: Before the first step.
+        EvaluationStopped: On every rank, if the main one received a signal.
     """
     from contrastors.batches import ItemDataset
-    from contrastors.distributed import barrier
-    from contrastors.evaluation import embed, evaluating
+    from contrastors.distributed import from_main
+    from contrastors.evaluation import EvaluationStopped, embed, evaluating
     from contrastors.runlog import progress
     from contrastors.search_api import SearchStopped
     from contrastors.served_eval import evaluate_service, service_line
@@ -419,18 +421,25 @@ def ask_service(run: Run) -> None:
     if run.world.is_main:
         try:
             with progress(len(queries), "searching", True) as bar:
-                result = evaluate_service(run.service, run.test_set, vectors, bar.update)
+                result = evaluate_service(run.service, run.test_set, vectors, bar.update, lambda: run.stop.received)
         except SearchStopped as error:
-            if not run.is_service_proven:
+            if is_first_look(run):
                 raise
             run.log.say(f"warning: step {step}: nothing was measured at the search service: {error}")
+    if number := from_main(run.stop.received):
+        raise EvaluationStopped(number)
+    if result is not None and is_first_look(run) and result.metrics["num_failed"] == len(queries):
+        raise SearchStopped(f"{run.service.url}: not one query was answered, the last: {result.failure}")
     if result is not None:
-        run.is_service_proven = True
         write_jsonl(run.folder / f"search_step{step}.jsonl", result.per_query)
         if not args.eval_only:
             run.log.metrics(step, {f"search/{name}": value for name, value in result.metrics.items()})
         run.log.say(f"step {step} {service_line(result)}")
-    barrier()
+
+
+def is_first_look(run: Run) -> bool:
+    """Returns whether nothing would be lost if a search service that cannot be used ended this process."""
+    return run.args.eval_only or run.state.step == 0
 
 
 def save_run(run: Run) -> None:
@@ -486,8 +495,8 @@ def choose_chunking(run: Run) -> Chunking:
     if args.mode != "standard" and args.query_side_backward == "direct":
         return Chunking(documents=1, queries=args.batch_size)
     if args.mode != "standard":
-        room = args.grad_cache_chunk * args.max_num_visual_tokens
-        return Chunking(args.grad_cache_chunk, room, args.query_chunk, args.retain_graphs or 0)
+        room = 0 if args.query_chunk else args.grad_cache_chunk * args.max_num_visual_tokens
+        return Chunking(1, 0, args.query_chunk, args.retain_graphs or 0, query_tokens=room)
     reuse = args.reuse_vision_features and not run.model.trains_vision
     chunking = Chunking(args.grad_cache_chunk, args.chunk_tokens, args.query_chunk, reuse_features=reuse)
     wanted = args.retain_graphs
@@ -739,14 +748,21 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
 def open_service(run: Run) -> None:
     """Reads the rows for the search service, and asks it for its health."""
     from contrastors.distributed import barrier
-    from contrastors.search_api import SearchClient
+    from contrastors.search_api import SearchClient, SearchStopped
     from contrastors.served_eval import N_DOCS, NPROBE, read_served_eval_set
 
     args = run.args
     run.test_set = read_served_eval_set(args.test_jsonl or args.eval_jsonl, args.max_eval_rows)
-    run.service = SearchClient(args.search_api_url, N_DOCS, NPROBE, args.search_api_batch_size)
+    # Other ranks wait meanwhile, and a stop has 30 s: no long tries.
+    limits = {"max_retries": 3, "timeout_s": 30.0}
+    run.service = SearchClient(args.search_api_url, N_DOCS, NPROBE, args.search_api_batch_size, **limits)
     if run.world.is_main:
-        run.service.check()
+        try:
+            run.service.check()
+        except SearchStopped as error:
+            if is_first_look(run):
+                raise
+            run.log.say(f"warning: {error}")
     barrier()
 
 

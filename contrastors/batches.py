@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from contrastors.images import BadImage, open_image
 from contrastors.loss import ColumnMask, LossOutput, clip_loss
 from contrastors.processing import BiQwen3Processor, Inputs, Item
 
+LARGEST_OFF_UNIT = 1e-3  # of the length of an embedding that was stored in fp32
 LOADER_TIMEOUT_S = 1800  # a batch that storage does not give in half an hour never comes
 
 
@@ -91,18 +93,30 @@ class DocumentVectors:
     Args:
         matrix: Its slices and lists of rows are (rows, D) fp32 arrays; an `EmbeddingMatrix`, so that they stay on disk.
         numbers: Document number of each of its rows.
+        name: Of the cache, for messages.
     """
 
-    def __init__(self, matrix: Any, numbers: Sequence[int]):
-        self.matrix = matrix
+    def __init__(self, matrix: Any, numbers: Sequence[int], name: str = "cache"):
+        self.matrix, self.name = matrix, name
         self._rows = np.full(max(numbers, default=-1) + 1, -1, dtype=np.int64)
         self._rows[list(numbers)] = np.arange(len(numbers))
 
     def __getitem__(self, numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
-        """Returns the (documents, D) fp32 vectors of document numbers."""
+        """Returns the (documents, D) fp32 vectors of document numbers.
+
+        Raises:
+            ValueError: One has not the length of an embedding.
+        """
         rows = self._rows[np.asarray(numbers)]
         assert (rows >= 0).all(), f"{(rows < 0).sum()} documents have no vector"
-        return torch.from_numpy(self.matrix[rows])
+        vectors = torch.from_numpy(self.matrix[rows])
+        is_unit = (torch.linalg.vector_norm(vectors, dim=1) - 1).abs() < LARGEST_OFF_UNIT
+        if not is_unit.all():  # NaN is off too
+            raise ValueError(
+                f"{self.name}: {int((~is_unit).sum())} vectors have not length 1: the cache is damaged (delete the "
+                "folder), or the model gives no direction to its images"
+            )
+        return vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +164,10 @@ class StepDataset(Dataset):
         documents, slots = np.unique(own, return_inverse=True)
         if documents[0] == NO_DOCUMENT:  # an empty slot borrows a vector that its mask then hides
             documents, slots = documents[1:], np.maximum(slots - 1, 0)
-        encoded = self._encode(documents) if self.vectors is None else self.vectors[documents]
+        try:
+            encoded = self._encode(documents) if self.vectors is None else self.vectors[documents]
+        except ValueError as error:
+            return BatchFailure(str(error))
         if isinstance(encoded, BatchFailure):
             return encoded
         queries = [self.processor.encode_query(row.query) for row in local]
@@ -232,13 +249,14 @@ def _take_all(dataset: Dataset, num_workers: int, device: torch.device, options:
         timeout=LOADER_TIMEOUT_S if num_workers else 0,
         **options,
     )
-    made = iter(loader)
+    made = None
     try:
+        made = iter(loader)
         for batch in made:
             if isinstance(batch, BatchFailure):
                 raise ValueError(batch.reason)
             yield batch
-    except Exception as error:
+    except BaseException as error:  # a stop by a signal is one too
         traceback.clear_frames(error.__traceback__)  # they hold the iterator, which ends its workers when it goes
         if "DataLoader timed out" in str(error):
             text = f"a loader process gave nothing for {LOADER_TIMEOUT_S} s: does the storage hang?"
@@ -246,9 +264,11 @@ def _take_all(dataset: Dataset, num_workers: int, device: torch.device, options:
         raise
     finally:
         del made
-        for worker in set(multiprocessing.active_children()).difference(others):
-            worker.kill()
-            worker.join(10)
+        left = set(multiprocessing.active_children()).difference(others)
+        for end in (lambda worker: worker.kill(), lambda worker: worker.join(10)):
+            for worker in left:
+                with suppress(RuntimeError):  # torch's handler, where it still counts on a worker that is gone
+                    end(worker)
 
 
 def load_batches(

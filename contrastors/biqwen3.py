@@ -229,7 +229,7 @@ class BiQwen3(nn.Module):
             yield
         finally:
             self.backbone.base_model.enable_adapter_layers()
-            for parameter in self.trainable_parameters().values():  # PEFT makes every adapter trainable again
+            for parameter in self.parameters():  # PEFT makes the adapter trainable again
                 parameter.requires_grad_(id(parameter) in trainable)
 
     @property

@@ -158,7 +158,8 @@ def load_adapter(model: BiQwen3, folder: str | Path, trainable: bool) -> dict[st
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadCheckpoint(f"{folder}: the adapter does not fit this model ({reason})") from error
     read_back(model, folder, must_have_moved=False)
-    model.documents_by_base = read_args(folder).get("mode") == QUERY_SIDE
+    with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
+        model.documents_by_base = (file.metadata() or {}).get("mode") == QUERY_SIDE
     return model.count_adapted()
 
 
@@ -187,6 +188,9 @@ def save_checkpoint(
     temporary.mkdir(parents=True)
     try:
         model.backbone.save_pretrained(temporary)
+        if model.documents_by_base:  # in the file itself: people copy adapters without the rest of the folder
+            tensors = load_file(temporary / ADAPTER_FILE)
+            save_file(tensors, temporary / ADAPTER_FILE, metadata={"format": "pt", "mode": QUERY_SIDE})
         save_file(logit_scale.state_dict(), temporary / SCALE_FILE)
         torch.save(optimizer.state_dict(), temporary / OPTIMIZER_FILE)
         write_text(temporary / "README.md", card)

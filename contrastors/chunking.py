@@ -30,13 +30,13 @@ class Chunking:
 
     Attributes:
         documents: Most documents of a chunk.
-        tokens: Most visual tokens of a chunk of documents; 0 = documents are not packed by tokens. With a frozen
-            document side the most padded tokens of a chunk of queries.
+        tokens: Most visual tokens of a chunk of documents; 0 = documents are not packed by tokens.
         queries: Queries of a chunk; 0 = as many as have no more tokens than one document chunk.
         num_retained: Chunks, counted from the end, whose graph is retained.
         retained_tokens: A chunk with more padded tokens than this is not retained, nor are those before it; 0 = any
             is. It is the size for which `num_retained` was chosen.
         reuse_features: Whether the vision part runs once for a chunk that is forwarded twice.
+        query_tokens: Beside frozen documents: most padded tokens of a chunk of queries, where `queries` is 0.
     """
 
     documents: int
@@ -45,6 +45,7 @@ class Chunking:
     num_retained: int = 0
     retained_tokens: int = 0
     reuse_features: bool = False
+    query_tokens: int = 0
 
     def use_less_memory(self, num_retained: int) -> bool:
         """Retains half as many graphs or, at none, no features; returns False where neither is left to give up.
@@ -62,8 +63,9 @@ class Chunking:
 
     def halve(self) -> bool:
         """Halves the chunks; returns False where they cannot be smaller. All ranks must do it in the same step."""
-        if self.documents == 1 and self.queries <= 1:
+        if self.documents == 1 and self.queries <= 1 and self.query_tokens <= 1:
             return False
+        self.query_tokens //= 2
         self.documents, self.tokens = max(1, self.documents // 2), self.tokens // 2
         self.queries = max(1, self.queries // 2) if self.queries else 0
         return True
@@ -116,7 +118,7 @@ def cut_batch(queries: Inputs, documents: Inputs | torch.Tensor, chunking: Chunk
         merge_size: A visual token stands for merge_size^2 patches.
     """
     if isinstance(documents, torch.Tensor):
-        size = chunking.queries or max(1, chunking.tokens // max(queries.lengths))
+        size = chunking.queries or max(1, chunking.query_tokens // max(queries.lengths))
         return Cut(queries.chunks(size), len(queries), torch.empty(0, dtype=torch.int64, device=documents.device))
     room = chunking.documents * max(documents.lengths)
     if chunking.tokens:

@@ -6,6 +6,7 @@ asking them. The order is a pure function of (seed, epoch): nothing of it needs 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +160,12 @@ def build_training_set(
     return result
 
 
+@functools.lru_cache(maxsize=2)
+def _shuffle(seed: int, epoch: int, num_rows: int) -> np.ndarray:
+    """Returns the order of an epoch; kept, since each of its steps asks for a few of its rows."""
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
 @dataclass(frozen=True, slots=True)
 class BatchOrder:
     """Which rows make up the global batch of a step: a pure function of (seed, epoch).
@@ -192,5 +199,5 @@ class BatchOrder:
     def rows(self, step: int) -> np.ndarray:
         """Returns the (global_batch,) row numbers of a step; rank r takes the r-th slice of --batch-size rows."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+        order = _shuffle(self.seed, epoch, self.num_rows)
         return order[place * self.global_batch : (place + 1) * self.global_batch]

@@ -47,6 +47,15 @@ class EmbeddingMatrix:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns names of files in place of their content: what workers are sent where they are spawned."""
+        files = [(str(shard.filename), shard.shape) for shard in self._shards]
+        return {"files": files, "places": self._places, "shape": self.shape}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._shards = [np.memmap(file, dtype="<f4", mode="r", shape=shape) for file, shape in state["files"]]
+        self._places, self.shape = state["places"], state["shape"]
+
     def __getitem__(self, rows: slice | Sequence[int]) -> np.ndarray:
         """Returns the (rows, D) fp32 embeddings of a slice or list of rows, a copy."""
         places = self._places[rows]
@@ -81,6 +90,8 @@ class EmbeddingStore:
         for file in sorted(self.folder.glob("*.keys")):
             keys = file.read_bytes()
             vectors = file.with_suffix(".vectors")
+            if not vectors.is_file():
+                continue
             num_rows = min(len(keys) // KEY_BYTES, vectors.stat().st_size // (4 * self.size))
             if not num_rows:
                 continue
@@ -101,7 +112,7 @@ class EmbeddingStore:
         num_missing = sum(key not in self for key in keys)
         if num_missing:
             raise ValueError(
-                f"{self.folder}: {num_missing} embeddings of other ranks are not here; --embeddings-dir must be "
+                f"{self.folder}: {num_missing} embeddings of other ranks are not here; it must be "
                 "a folder that all ranks share"
             )
         places = np.array([self._places[key] for key in keys], dtype=np.int64).reshape(-1, 2)

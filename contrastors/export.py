@@ -198,6 +198,9 @@ def export_card(about: dict[str, Any], record: dict[str, Any]) -> str:
 
     kind, base = about["format"], about["base_model"]
     library = {"merged": "transformers", "sentence-transformers": "sentence-transformers", "adapter": "peft"}[kind]
+    load = _LOAD[kind].format(model=base)
+    if about["embeds"] == "queries":
+        load = load.replace("model.encode_document([image])", "vectors_of_the_index")
     lines = [
         "---",
         f"library_name: {library}",
@@ -210,7 +213,7 @@ def export_card(about: dict[str, Any], record: dict[str, Any]) -> str:
         "Queries and page screenshots become L2-normalised vectors of the last token; similarity is their dot product.",
         "",
         "```python",
-        _LOAD[kind].format(model=base),
+        load,
         "```",
         "",
         f"- Query instruction (system message): {about['query_instruction']}",

@@ -89,5 +89,8 @@ def freeze_documents(
         num_embedded = embed_missing(model, dataset, list(paths), store, world, batch_size, num_workers, on_progress)
     if not world.is_main:
         store.scan()
-    vectors = [DocumentVectors(store.matrix(own), numbers) for own, (_, numbers) in zip(keys, wanted, strict=True)]
+    vectors = [
+        DocumentVectors(store.matrix(own), numbers, str(store.folder))
+        for own, (_, numbers) in zip(keys, wanted, strict=True)
+    ]
     return Frozen(vectors, store.folder, len(paths), num_embedded)

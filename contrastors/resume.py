@@ -173,4 +173,6 @@ def recorded_chunking(args: argparse.Namespace, saved: dict[str, Any]) -> Chunki
     """Returns the chunking of a checkpoint as long as the flags are those that it was chosen for."""
     if not saved or any(vars(args)[name] != saved["args"].get(name, vars(args)[name]) for name in CHUNKING):
         return None
+    if args.mode != "standard" and args.batch_size != saved["args"]["batch_size"]:
+        return None  # there `direct` means all queries of a rank, and they are others now
     return Chunking(**saved["chunking"])

@@ -47,11 +47,16 @@ def read_served_eval_set(source: str | Path, max_rows: int = 0) -> ServedEvalSet
         ValueError: The file breaks the data format.
     """
     pairs, _ = read_pairs(source, max_rows)
-    found: dict[str, dict[Any, ServedPositive]] = {}
+    found: dict[str, list[ServedPositive]] = {}
     for pair, record in zip(pairs, read_jsonl(source), strict=False):
-        positive = ServedPositive(pair.positive, record.data[POSITIVE], read_ids(record.data))
-        found.setdefault(pair.query, {}).setdefault(positive.ids or positive.path, positive)
-    return ServedEvalSet(list(found), [list(positives.values()) for positives in found.values()])
+        new = ServedPositive(pair.positive, record.data[POSITIVE], read_ids(record.data))
+        own = found.setdefault(pair.query, [])
+        same = [p for p in own if p.path == new.path or (p.ids is not None and p.ids == new.ids)]
+        if not same:
+            own.append(new)
+        elif new.ids is not None and same[0].ids is None:
+            own[own.index(same[0])] = new
+    return ServedEvalSet(list(found), list(found.values()))
 
 
 @dataclass(slots=True)
@@ -96,14 +101,19 @@ def evaluate_service(
     data: ServedEvalSet,
     vectors: np.ndarray,
     on_progress: Callable[[int], None] = lambda n: None,
+    stop_signal: Callable[[], int] = lambda: 0,
 ) -> ServedResult:
     """Returns the metrics of queries that a service was asked.
+
+    After two failed batches in a row, or one where the service is no longer well, it is not asked for the rest: each
+    batch would wait through all its tries.
 
     Args:
         client: Asks for `N_DOCS` hits.
         data: Queries and positives.
         vectors: (Q, D) fp32.
         on_progress: Called with the number of queries after each batch.
+        stop_signal: Asked before each batch; a signal's number ends the asking.
 
     Raises:
         SearchStopped: What no later request can cure: wrong address, another dimension, replies of another form.
@@ -111,20 +121,23 @@ def evaluate_service(
     if not np.isfinite(vectors).all():
         raise SearchStopped("the embedding of a query is not finite, so it cannot be searched")
     replies: list[list[Mapping[str, Any]] | str] = []
-    gone = ""
+    gone, num_failed = "", 0
     for start in range(0, len(data.queries), client.batch_size):
         batch = vectors[start : start + client.batch_size]
+        gone = gone or ("not asked: stopped by a signal" if stop_signal() else "")
         try:
             replies += [gone] * len(batch) if gone else client.search(batch.tolist())
+            num_failed = 0
         except SearchFailed as error:
             replies += [str(error)] * len(batch)
-            gone = _is_gone(client)
+            num_failed += 1
+            gone = f"not asked: two batches failed, the last: {error}" if num_failed == 2 else _find_illness(client)
         on_progress(len(batch))
     return _score(data, replies)
 
 
-def _is_gone(client: SearchClient) -> str:
-    """Returns why it is no use to ask for the rest: each batch would wait through all its tries."""
+def _find_illness(client: SearchClient) -> str:
+    """Returns why it is no use to ask for the rest, "" where the service says that it is well."""
     try:
         client.check()
     except SearchStopped as error:

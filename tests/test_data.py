@@ -5,6 +5,9 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -24,6 +27,7 @@ from contrastors.images import MAX_IMAGE_PIXELS, open_image
 from contrastors.processing import BiQwen3Processor
 from contrastors.records import Pair, read_pairs
 from contrastors.validation import CACHE_NAME, ImageFact, check_image, image_paths
+from tests.conftest import ROOT
 
 REPEATABLE = settings(derandomize=True, deadline=None, max_examples=50)
 CPU = torch.device("cpu")
@@ -451,6 +455,39 @@ def test_a_worker_that_hangs_neither_outlives_its_loader_nor_is_waited_for_witho
     with pytest.raises(ValueError, match="gave nothing for 2 s: does the storage hang"):
         list(load_batches(dataset, 0, 9, 1, CPU))
     assert not multiprocessing.active_children()
+
+
+WAITING = """
+import sys, time, torch
+from contrastors.batches import _take_all
+from contrastors.cli import run_script
+
+class Slow(torch.utils.data.Dataset):
+    def __getitem__(self, place):
+        time.sleep(0.1 if place < 4 else 4)
+        return torch.zeros(1)
+
+def work():
+    for batch in _take_all(Slow(), 2, torch.device("cpu"), {"batch_size": None, "sampler": range(99)}):
+        print("batch", flush=True)
+    return 0
+
+sys.exit(run_script(work))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_while_a_batch_is_awaited_ends_the_process_with_its_own_code():
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    for _ in range(4):
+        assert process.stdout.readline() == b"batch\n"
+    time.sleep(0.5)  # it waits for the fifth now
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 128 + signal.SIGTERM, err.decode()[-2000:]
+    assert b"Error" not in err
 
 
 # --- validation ---

@@ -153,7 +153,12 @@ def frozen_batch(model, processor, pairs, num_negatives: int, cache: Path):
 @pytest.mark.parametrize("num_negatives", [0, 2])
 @pytest.mark.parametrize(
     "chunking",
-    [Chunking(1, queries=8), Chunking(1, queries=1), Chunking(1, queries=3, num_retained=1), Chunking(2, tokens=90)],
+    [
+        Chunking(1, queries=8),
+        Chunking(1, queries=1),
+        Chunking(1, queries=3, num_retained=1),
+        Chunking(1, query_tokens=90),
+    ],
     ids=["direct", "gradcache 1", "gradcache 3, one retained", "gradcache by tokens"],
 )
 def test_both_backward_paths_give_the_gradients_of_a_plain_backward(
@@ -289,6 +294,57 @@ def test_the_documents_of_the_steps_are_those_of_their_batches(tiny_model, pairs
         for step in range(first, last):
             dataset[step]
         assert sorted(asked) == dataset.documents_of(first, last)
+
+
+@pytest.mark.parametrize("damage", [0.0, 3.0, float("nan")])
+def test_damaged_vectors_are_named_and_not_trained_on(args, colour_set, capsys, damage):
+    import numpy as np
+
+    cache = colour_set / "cache"
+    assert train(args("whole", document_cache=cache, max_steps=2, eval_steps=0)) == 0
+    (file,) = cache.glob("*/*.vectors")
+    (np.fromfile(file, dtype="<f4") * np.float32(damage)).tofile(file)
+    assert train(args("damaged", document_cache=cache, max_steps=2, eval_steps=0)) == 1
+    assert f"{file.parent}: " in (err := capsys.readouterr().err) and "the cache is damaged (delete the folder)" in err
+    assert train(args("evaluated", document_cache=cache, max_steps=2)) == 1
+    file.unlink()
+    assert train(args("mended", document_cache=cache, max_steps=2)) == 0
+
+
+def test_vectors_travel_to_spawned_workers_as_names_of_files(tmp_path):
+    import pickle
+
+    import numpy as np
+
+    from contrastors.embeddings import EmbeddingStore
+
+    store = EmbeddingStore(tmp_path, {}, 64)
+    keys, vectors = [n.to_bytes(16, "big") for n in range(1000)], np.eye(1000, 64, dtype=np.float32)
+    store.append(keys, vectors)
+    store.close()
+    store.scan()
+    sent = pickle.dumps(DocumentVectors(store.matrix(keys[10:20]), range(10)))
+    assert len(sent) < 5_000
+    assert torch.equal(pickle.loads(sent)[[3]], torch.from_numpy(vectors[[13]]))
+
+
+def test_an_adapter_knows_what_it_is_for_without_the_rest_of_its_folder(args, tiny_model, colour_set):
+    assert train(args("run", max_steps=2, eval_steps=0)) == 0
+    bare = colour_set / "bare"
+    bare.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(colour_set / "run" / "checkpoint-2" / name, bare)
+    model, _ = load_bi_encoder(str(tiny_model), ALONE.device, max_num_visual_tokens=16)
+    load_adapter(model, bare, trainable=False)
+    assert model.documents_by_base
+
+
+def test_a_gradcache_of_tokens_is_halved_down_to_one_query():
+    chunking = Chunking(1, query_tokens=512)
+    rooms = []
+    while chunking.halve():
+        rooms.append(chunking.query_tokens)
+    assert rooms == [256, 128, 64, 32, 16, 8, 4, 2, 1]
 
 
 def test_a_document_without_a_vector_is_a_fault_of_ours():

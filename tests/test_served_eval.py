@@ -268,6 +268,44 @@ def test_a_service_that_cannot_be_used_ends_the_run_before_its_first_step(served
     assert not list(folder.glob("*/checkpoint-*"))
 
 
+def test_a_service_that_answers_nothing_ends_the_run_before_its_first_step_and_warns_a_resumed_one(served_run, capsys):
+    run, search, folder = served_run
+    with SearchServer(lambda request: SICK) as server:
+        assert run(server.url, "run") == 1
+    assert "not one query was answered" in capsys.readouterr().err
+    with SearchServer(search) as server:
+        assert run(server.url, "run", max_steps=2, overwrite=True) == 0
+    argv = ["--resume", "latest", "--output-dir", str(folder / "run"), "--device", "cpu", "--max-steps", "4"]
+    argv += ["--allow-changed-args", "--search-api-url"]
+    assert train([*argv, server.url]) == 0  # nobody is there any more
+    assert "warning: http://127.0.0.1" in capsys.readouterr().out
+    assert (folder / "run" / "checkpoint-4").is_dir()
+
+
+def test_two_failed_batches_in_a_row_are_enough_however_well_the_service_says_it_is(index):
+    vectors, search = index
+    with SearchServer(lambda request: SICK) as server, client_of(server, batch_size=8, max_retries=0) as client:
+        result = evaluate_service(client, eval_set([[n] for n in range(NUM)]), vectors)
+        assert server.num_calls == 2
+    assert result.metrics["num_failed"] == NUM and result.failure.startswith("not asked: two batches failed")
+
+
+def test_a_stop_ends_the_asking(index):
+    vectors, search = index
+    with SearchServer(search) as server, client_of(server, batch_size=8) as client:
+        stop = lambda: 15 if server.num_calls == 2 else 0  # noqa: E731
+        result = evaluate_service(client, eval_set([[n] for n in range(NUM)]), vectors, stop_signal=stop)
+        assert server.num_calls == 2
+    assert result.metrics["num_failed"] == NUM - 16
+
+
+def test_one_document_known_by_path_and_by_ids_is_one_positive(tmp_path):
+    ids = {"article_id": 7, "tile_index": 0, "chunk_index": 1}
+    rows = [{"query": "a", "chunk_path": "x.png"}, {"query": "a", "chunk_path": "x.png", **ids}]
+    ((positive,),) = read_served_eval_set(write_rows(tmp_path / "rows.jsonl", rows)).positives
+    assert positive.ids == ("7", "0", "1")
+
+
 def test_other_rows_may_be_asked_for(served_run):
     run, search, folder = served_run
     write_rows(folder / "test.jsonl", [{"query": "red", "chunk_path": "c00.png"}])
