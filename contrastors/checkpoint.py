@@ -154,6 +154,7 @@ def load_adapter(model: BiQwen3, folder: str | Path, trainable: bool) -> dict[st
     _refuse_generation_keys(folder)
     try:
         model.backbone = PeftModel.from_pretrained(model.backbone, str(folder), is_trainable=trainable)
+        adapter_tensors(model)  # here PEFT reads the rest of the configuration
     except Exception as error:  # on a damaged adapter_config.json PEFT raises what it likes, ImportError included
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadCheckpoint(f"{folder}: the adapter does not fit this model ({reason})") from error
