@@ -68,6 +68,21 @@ class PatchProjection(nn.Module):
         return nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
 
 
+def read_config(model: str) -> Any:
+    """Returns the config of a checkpoint (hub name or folder).
+
+    Raises:
+        ValueError: There is none, or it is of another architecture.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--model {model}: {_first_line(error)}") from error
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(f"--model {model} is a {config.model_type}; these scripts train {', '.join(MODEL_TYPES)}")
+    return config
+
+
 class BiQwen3(nn.Module):
     """Bi-encoder on a bare Qwen3VLModel, with or without a PEFT adapter.
 
@@ -121,12 +136,7 @@ class BiQwen3(nn.Module):
             ValueError: No such checkpoint, another architecture, or weights that are missing or left over. An untied
                 checkpoint's `lm_head.weight` alone may be left over: an embedding model has no use for it.
         """
-        try:
-            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"--model {model}: {_first_line(error)}") from error
-        if config.model_type not in MODEL_TYPES:
-            raise ValueError(f"--model {model} is a {config.model_type}; these scripts train {', '.join(MODEL_TYPES)}")
+        config = read_config(model)
         options = {"dtype": dtype, "attn_implementation": attn_implementation, "use_safetensors": True}
         try:
             backbone, info = AutoModel.from_pretrained(

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
 
-from contrastors.biqwen3 import MODEL_TYPES, BiQwen3
+from contrastors.biqwen3 import BiQwen3, read_config
 from contrastors.chunking import FREE_SHARE, GIB, count_fitting_graphs, count_free_bytes
 from contrastors.costs import (
     DOCUMENT_PROMPT,
@@ -31,21 +31,6 @@ CAVEAT = (
     "FLOP are relative to the least in the table. All tiles are taken to be of the largest size, all documents of a "
     "step to be different; what an allocator wastes comes on top."
 )
-
-
-def read_config(model: str) -> Any:
-    """Returns the config of a checkpoint (hub name or folder).
-
-    Raises:
-        ValueError: There is none, or it is of another architecture.
-    """
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"--model {model}: {str(error).strip().splitlines()[0]}") from error
-    if config.model_type not in MODEL_TYPES:
-        raise ValueError(f"--model {model} is a {config.model_type}; these scripts train {', '.join(MODEL_TYPES)}")
-    return config
 
 
 class Sizes(NamedTuple):

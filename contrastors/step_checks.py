@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import signal
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -180,10 +178,7 @@ def _give_up(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def open_loader(dataset: StepDataset, num_workers: int, device: torch.device) -> Iterator[Iterator[Batch]]:
-    """Yields endless batches of a loader that is gone after the block, whatever its workers do.
-
-    The workers ignore SIGTERM, which is all that torch sends to one that does not end, and at its exit Python waits for
-    every child without limit: one that hangs would keep this process for ever.
+    """Yields endless batches of a loader, each within `BATCH_S`; the loader and its workers are gone after the block.
 
     Raises:
         ValueError: No batch came for `BATCH_S`.
@@ -191,24 +186,17 @@ def open_loader(dataset: StepDataset, num_workers: int, device: torch.device) ->
 
     def take() -> Iterator[Batch]:
         while True:
-            signal.setitimer(signal.ITIMER_REAL, BATCH_S, BATCH_S)  # stays on until the loader is gone
+            signal.setitimer(signal.ITIMER_REAL, BATCH_S, BATCH_S)
             yield next(batches)
 
-    others = multiprocessing.active_children()
     handler = signal.signal(signal.SIGALRM, _give_up)
     batches = load_batches(dataset, 0, 2**31, num_workers, device)
     try:
         yield take()
-    except Exception as error:
-        traceback.clear_frames(error.__traceback__)  # they hold the loader, which asks its workers to end when it goes
-        raise
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # before the loader is closed, which has limits of its own
         batches.close()
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        for worker in set(multiprocessing.active_children()).difference(others):
-            worker.kill()
-            worker.join(10)
 
 
 def watch_loader(batches: Iterator[Batch], num_workers: int, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -41,6 +41,14 @@ def make_colour_set(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    from tests.runs import signals_kept
+
+    with signals_kept():
+        yield
+
+
 @pytest.fixture
 def colour_set(tmp_path: Path) -> Path:
     return make_colour_set(tmp_path)

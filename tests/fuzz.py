@@ -14,7 +14,6 @@ import io
 import json
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -37,7 +36,7 @@ from contrastors.search_api import SearchClient, SearchFailed, SearchStopped
 from contrastors.verdicts import CANNOT_ANSWER, CORRECT, UNKNOWN, WRONG, parse_verdict
 from tests.conftest import make_colour_set
 from tests.judge_server import Played
-from tests.runs import arguments, train
+from tests.runs import arguments, signals_kept, train
 from tests.search_server import SearchServer
 
 FORMATS = {
@@ -243,16 +242,12 @@ class Fuzz:
             argv = ["--input", self.data / "rows.jsonl", "--output", self.folder / "out" / "mined.jsonl"]
             argv += ["--model", self.model, "--max-num-visual-tokens", 16, "--num-workers", 0, "--device", "cpu"]
         argv = [*map(str, argv), *silly_flags(source, script.build_parser(), source.randrange(1, 3), leave=PATIENCE)]
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         (self.folder / "out").mkdir()
         try:
-            with quiet() as printed, contextlib.chdir(self.folder / "out"):
+            with quiet() as printed, contextlib.chdir(self.folder / "out"), signals_kept():
                 code = script.main(argv)
         except SystemExit as stop:
             code = stop.code
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
         assert code in (0, 1, 2), (code, argv)
         assert code == 0 or printed.getvalue().strip(), argv
         return f"exit {code}"

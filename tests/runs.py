@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -37,18 +39,26 @@ def arguments(checkpoint: Path, data: Path, output: Path, **flags: object) -> li
     return argv
 
 
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """Gives SIGINT and SIGTERM back the handlers that they had: scripts install their own."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def train(argv: list[str]) -> int:
     """Runs the script in this process and returns its exit code."""
     from train_contrastors import main
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return main(argv)
+        with signals_kept():
+            return main(argv)
     except SystemExit as stop:
         return int(stop.code or 0)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -44,14 +44,15 @@ class Watch:
         self.samples: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
 
     def sample(self) -> None:
-        """Notes MiB of unshared memory (USS) and open files of each process."""
+        """Notes resident MiB and open files of each process."""
         try:
             ranks = [p for p in self.process.children() if "train_contrastors.py" in " ".join(p.cmdline())]
             named = [("process", self.process)] if not ranks else [(f"rank {n}", p) for n, p in enumerate(ranks)]
             for name, process in list(named):
                 named += [(f"{name} loader {n}", child) for n, child in enumerate(process.children())]
             for name, process in named:
-                used = process.memory_full_info().uss / 2**20
+                # Not the unshared part: what a rank shares with its loader becomes its own when the loader ends.
+                used = process.memory_info().rss / 2**20
                 self.samples[name].append((self.clock(), used, process.num_fds()))
         except psutil.Error:  # it ended meanwhile
             pass
@@ -92,7 +93,7 @@ def soak_training(folder: Path, num_steps: int) -> int:
     slopes = watch.slopes(skip=num_steps // 2)
     for name, (slope, peak, files) in slopes.items():
         print(
-            f"{name}: {1000 * slope:+.2f} MiB in 1,000 steps, peak {peak:.0f} MiB unshared, {files} open files",
+            f"{name}: {1000 * slope:+.2f} MiB in 1,000 steps, peak {peak:.0f} MiB, {files} open files",
             flush=True,
         )
     while True:

@@ -12,13 +12,12 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
 import unicodedata
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version as metadata_version
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarn
 
 SCRIPTS = ("train", "mine", "verify", "filter", "chunks", "convert", "prepare")
 OF_MODEL = ("train", "mine", "verify")
-
-
-@pytest.fixture(autouse=True)
-def signals_as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

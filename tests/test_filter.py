@@ -13,7 +13,7 @@ import sys
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,6 @@ from tests.conftest import COLOURS, ROOT, write_rows
 from tests.judge_server import JudgeServer, Played, Request, chat, error
 
 NAMES = list(COLOURS)
-
-
-@pytest.fixture(autouse=True)
-def signals_as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def candidates(*numbers: int) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from tests.judge_server import JudgeServer, Played, Request, chat, error
 from tests.test_filter import many_rows, mixed, rows_of, run
 
 MERGED = ("filtered_hn.jsonl", "candidate_reviews.jsonl", "summary.json")
-
-
-@pytest.fixture(autouse=True)
-def signals_as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def command(source: Path, output_dir: Path, server: JudgeServer, **flags: Any) -> list[str]:

@@ -11,11 +11,12 @@ import torch
 
 from benchmarks.models import REAL_2B, TINY, build_model, count_flop, make_config
 from contrastors import costs
+from contrastors.biqwen3 import read_config
 from contrastors.chunking import GIB, Chunking, make_full_chunk, measure_chunk
 from contrastors.costs import Setting, estimate_chunk, language_flop, step_flop, vision_flop
 from contrastors.loading import load_bi_encoder
 from contrastors.loss import TILE_LOGITS, WHOLE_LOGITS
-from contrastors.plan import count_parameters, make_plan, make_setting, plan_chunk, read_config
+from contrastors.plan import count_parameters, make_plan, make_setting, plan_chunk
 from tests.runs import arguments, train
 from train_contrastors import build_parser
 
