@@ -61,3 +61,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
     return make_model(folder, seed=1, hidden=64, layers=2, vision_hidden=32, vision_layers=3)
+
+
+@pytest.fixture
+def mine(colour_set, tiny_model):
+    """Runs the mining script in this process; returns the rows and the stats."""
+    from mine_hard_negatives import main
+    from tests.mining import check_counts, flags_of, read
+
+    def run(**flags: object) -> tuple[list[dict], dict]:
+        argv = flags_of(colour_set, tiny_model, **flags)
+        assert main(argv) == 0
+        output = Path(argv[argv.index("--output") + 1])
+        stats = json.loads(Path(f"{str(output).removesuffix('.jsonl')}.stats.json").read_text())
+        assert stats["completed"]
+        check_counts(stats)
+        return read(output), stats
+
+    return run

@@ -89,7 +89,7 @@ def soak_training(folder: Path, num_steps: int) -> int:
         watch.sample()
         time.sleep(0.5)
     code_whole, _ = finish(process)
-    # Allocators grow through the first ten evaluations or so, and then no more.
+    # Allocators of the main rank grow through the first twenty evaluations or so, and then no more.
     slopes = watch.slopes(skip=num_steps // 2)
     for name, (slope, peak, files) in slopes.items():
         print(

@@ -16,8 +16,8 @@ import pytest
 
 import run_filter_hard_negatives_chunks as script
 from tests.conftest import ROOT, write_rows
+from tests.filtering import many_rows, mixed, rows_of, run
 from tests.judge_server import JudgeServer, Played, Request, chat, error
-from tests.test_filter import many_rows, mixed, rows_of, run
 
 MERGED = ("filtered_hn.jsonl", "candidate_reviews.jsonl", "summary.json")
 

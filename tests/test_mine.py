@@ -6,9 +6,6 @@ import json
 import math
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 import unicodedata
 from collections import Counter
@@ -19,76 +16,23 @@ import pytest
 import torch
 from PIL import Image
 
-from contrastors.batches import ItemDataset
-from contrastors.distributed import World
-from contrastors.evaluation import embed
 from contrastors.loading import load_encoder
-from contrastors.negatives import FILTER_MODES, Hit, Positive, choose_negatives
+from contrastors.negatives import Hit, Positive, choose_negatives
 from contrastors.records import read_pairs
 from mine_hard_negatives import main
 from tests.conftest import write_rows
-from tests.judge_server import Played
-from tests.runs import environment, finish
-from tests.search_server import SearchServer, index_of
-
-ROOT = Path(__file__).resolve().parent.parent
-WORLD = World(0, 1, torch.device("cpu"))
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-def flags_of(folder: Path, checkpoint: Path, **flags: object) -> list[str]:
-    """A quick run over 12 coloured tiles; a flag set to None is left out, True is a switch."""
-    defaults = {
-        "input": folder / "rows.jsonl", "output": folder / "hn.jsonl", "model": checkpoint, "max_num_visual_tokens": 16,
-        "num_workers": 0, "device": "cpu", "batch_size": 4, "num_negatives": 3,
-    }  # fmt: skip
-    argv: list[str] = []
-    for name, value in (defaults | flags).items():
-        if value is not None:
-            argv += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
-    return argv
-
-
-def start(arguments: list[str]) -> subprocess.Popen:
-    """Starts Python in a process group of its own."""
-    pipe, env = subprocess.PIPE, environment(PYTHONPATH=str(ROOT))
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
-
-
-@pytest.fixture
-def mine(colour_set, tiny_model):
-    """Runs the script in this process; returns the rows and the stats."""
-
-    def run(**flags: object) -> tuple[list[dict], dict]:
-        argv = flags_of(colour_set, tiny_model, **flags)
-        assert main(argv) == 0
-        output = Path(argv[argv.index("--output") + 1])
-        stats = json.loads(Path(f"{str(output).removesuffix('.jsonl')}.stats.json").read_text())
-        assert stats["completed"]
-        check_counts(stats)
-        return read(output), stats
-
-    return run
-
-
-def check_counts(stats: dict) -> None:
-    """Every row and every candidate is accounted for."""
-    rows, funnel = stats["rows"], Counter(stats["funnel"])
-    assert rows["input"] == rows["written"] + rows["bad"] + rows["failed"]
-    dropped = sum(funnel[f"dropped_by_{mode}"] for mode in FILTER_MODES)
-    assert funnel["retrieved"] == funnel["positives"] + funnel["copies"] + dropped + funnel["kept"]
-    assert funnel["kept"] == funnel["written"] + funnel["surplus"]
-
-
-def embed_all(model: Path, kind: str, sources: list[str], dtype: str = "fp32") -> np.ndarray:
-    """Embeddings by another way than the script's store."""
-    encoder = load_encoder(str(model), None, WORLD, dtype, 16, 512)
-    dataset = ItemDataset(encoder.processor, kind, list(map(str, sources)), 2**30)
-    return embed(encoder.model, dataset, WORLD, 3, 0).numpy()
+from tests.mining import (
+    ROOT,
+    WORLD,
+    check_spellings,
+    embed_all,
+    flags_of,
+    read,
+    same_but_scores,
+    start,
+    write_spellings,
+)
+from tests.runs import finish
 
 
 @pytest.fixture
@@ -98,20 +42,6 @@ def known(colour_set, tiny_model):
     names = [row["chunk_path"] for row in rows]
     queries = embed_all(tiny_model, "query", [row["query"] for row in rows])
     return names, queries @ embed_all(tiny_model, "document", [colour_set / name for name in names]).T
-
-
-def same_but_scores(first: list[dict], second: list[dict], tolerance: float = 1e-5) -> None:
-    """Compares rows whose scores may differ in their last digits."""
-
-    def strip(row):
-        entries = [{k: v for k, v in entry.items() if k != "score"} for entry in row["retrieve_top20"]]
-        return row | {"retrieve_top20": entries, "positive_score": None}
-
-    assert list(map(strip, first)) == list(map(strip, second))
-    for a, b in zip(first, second, strict=True):
-        assert a["positive_score"] == pytest.approx(b["positive_score"], abs=tolerance)
-        scores = [[entry["score"] for entry in row["retrieve_top20"]] for row in (a, b)]
-        assert scores[0] == pytest.approx(scores[1], abs=tolerance)
 
 
 # -------------------------------------------------------------------------------------------------------- known answers
@@ -191,31 +121,6 @@ def test_a_query_with_four_positives_still_gets_its_negatives(mine, colour_set):
 
 
 # ---------------------------------------------------------------------------------------------------- never a positive
-
-
-def write_spellings(folder: Path) -> list[dict]:
-    """O21: one page under three spellings and as a byte copy, two pages for one query."""
-    shutil.copy(folder / "c01.png", folder / "copy.png")
-    shutil.copy(folder / "c05.png", folder / "copy_of_five.png")
-    rows = [
-        {"query": "red", "chunk_path": "c00.png"},
-        {"query": "red", "chunk_path": "c01.png"},
-        {"query": "blue", "chunk_path": "./c01.png"},
-        {"query": "blue", "chunk_path": str(folder / "c02.png")},
-        {"query": "white", "chunk_path": "c02.png"},
-        *[{"query": f"more {n}", "chunk_path": f"c{n:02d}.png"} for n in range(3, 12)],
-    ]
-    write_rows(folder / "rows.jsonl", rows)
-    return rows
-
-
-def check_spellings(folder: Path, rows: list[dict]) -> None:
-    forbidden = {"red": {"c00", "c01", "copy"}, "blue": {"c01", "copy", "c02"}, "white": {"c02"}, "more 5": {"c05"}}
-    for row in rows:
-        names = [Path(path).stem for path in row["neg_chunk_paths"]]
-        assert not forbidden.get(row["query"], set()) & set(names), (row["query"], names)
-        assert len(names) == len({(folder / f"{name}.png").read_bytes() for name in names})  # no negative twice
-        assert len(names) >= 8
 
 
 def test_no_spelling_copy_or_other_positive_of_the_query_is_a_negative(mine, colour_set):
@@ -657,178 +562,6 @@ def test_long_queries_are_cut_and_counted(mine, colour_set, capsys):
     write_rows(colour_set / "rows.jsonl", rows)
     _, stats = mine(max_query_tokens=60)
     assert stats["queries"]["truncated"] == 1 and "1 of 12 queries were cut" in capsys.readouterr().out
-
-
-# -------------------------------------------------------------------------------------------------------------- service
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr("contrastors.search_api.retry_delay", lambda attempt, headers: 0.001)
-
-
-@pytest.fixture
-def service(colour_set, tiny_model):
-    """Returns a real search over files of the colour set, with their paths as `rename` spells them."""
-
-    def build(rename=lambda name: name, names=None, **more):
-        found = names or [f"c{n:02d}.png" for n in range(12)]
-        vectors = embed_all(tiny_model, "document", [colour_set / name for name in found])
-        return index_of(vectors, [{"path": rename(name), **more} for name in found])
-
-    return build
-
-
-@pytest.mark.parametrize(
-    "rename",
-    [lambda name: name, lambda name: f"./{name}", lambda name: f"/index/of/{name}", lambda name: f"{{root}}/{name}"],
-    ids=["relative", "dotted", "absolute elsewhere", "absolute here"],
-)
-def test_a_service_gives_the_rows_of_a_local_search_whatever_its_paths_look_like(mine, service, colour_set, rename):
-    wanted, _ = mine(n_docs=6)
-    with SearchServer(service(lambda name: rename(name).replace("{root}", str(colour_set)))) as server:
-        found, stats = mine(n_docs=6, search_api_url=server.url, output=colour_set / "served.jsonl")
-    for row in found:
-        row["neg_chunk_paths"] = [Path(path).name for path in row["neg_chunk_paths"]]
-        for entry in row["retrieve_top20"]:
-            entry["path"] = Path(entry["path"]).name
-    for row, other in zip(found, wanted, strict=True):
-        if other["positive_rank"] is None:
-            assert row["positive_rank"] is None and row["positive_score"] is None  # from a service it is not known
-            row["positive_score"] = other["positive_score"]
-    same_but_scores(found, wanted)
-    assert stats["search"]["calls"] == 1 and not (colour_set / "served.hits.jsonl").exists()
-
-
-def test_a_service_never_makes_a_positive_a_negative(mine, service, colour_set):
-    write_spellings(colour_set)
-    names = [*(f"c{n:02d}.png" for n in range(12)), "copy.png", "copy_of_five.png"]
-    with SearchServer(service(names=names)) as server:
-        rows, _ = mine(search_api_url=server.url, num_negatives=20)
-        assert all(request.body["n_docs"] == 22 for request in server.requests)  # two positives at most
-    check_spellings(colour_set, rows)
-
-
-def test_ids_recognise_positives_whose_paths_have_nothing_in_common(mine, service, colour_set):
-    rows = [row | {"tile_index": 0, "chunk_index": 2} for row in read(colour_set / "rows.jsonl")]
-    write_rows(colour_set / "rows.jsonl", [row | {"article_id": n} for n, row in enumerate(rows)])
-    plain = service()
-
-    def renamed(request):
-        return [
-            [{"path": f"blob/{hit['path'][1:3]}x", "score": hit["score"], "article_id": str(int(hit["path"][1:3])),
-              "tile_index": "0", "chunk_index": 2} for hit in hits]
-            for hits in plain(request)
-        ]  # fmt: skip
-
-    with SearchServer(renamed) as server:
-        mined, _ = mine(search_api_url=server.url, num_negatives=20, filter_mode="article")
-    for number, row in enumerate(mined):
-        assert row["positive_rank"] and f"blob/{number:02d}x" not in row["neg_chunk_paths"]
-        assert len(row["neg_chunk_paths"]) == 11 and row["retrieve_top20"][0]["article_id"].isdecimal()
-
-
-def test_paths_that_match_no_positive_stop_the_run_with_an_example(service, colour_set, tiny_model, capsys):
-    argv = flags_of(colour_set, tiny_model)
-    with SearchServer(service(lambda name: f"images/{name[1:]}")) as server:
-        assert main([*argv, "--search-api-url", server.url]) == 1
-    error = capsys.readouterr().err
-    assert "0 of 12 rows find a positive among 20 hits, less than --min-positive-found 0.05" in error
-    assert "for line 1 it returned images/" in error and "the row has c00.png" in error
-    assert not (colour_set / "hn.jsonl").exists()
-
-
-def test_rows_whose_positive_a_service_did_not_find_are_counted_as_unfiltered(mine, service, colour_set):
-    with SearchServer(service()) as server:
-        rows, stats = mine(search_api_url=server.url, n_docs=3, filter_mode="perc", num_negatives=2)
-    assert stats["rows"]["unfiltered"] == sum(row["positive_score"] is None for row in rows) > 0
-    assert stats["rows"]["positive_retrieved"] == sum(row["positive_rank"] is not None for row in rows) > 0
-
-
-def test_paths_of_a_service_lead_from_the_output_to_their_files_where_these_are_here(mine, service, colour_set):
-    with SearchServer(service()) as server:
-        rows, _ = mine(search_api_url=server.url, output=colour_set / "deep" / "er" / "hn.jsonl")
-    assert all(path.startswith("../../c") for row in rows for path in row["neg_chunk_paths"])
-
-
-def many_rows(folder: Path, count: int) -> None:
-    rows = [{"query": f"query {n}", "chunk_path": f"c{n % 12:02d}.png"} for n in range(count)]
-    write_rows(folder / "rows.jsonl", rows)
-
-
-def test_batches_hold_at_most_32_queries_and_every_distinct_text_once(mine, service, colour_set):
-    many_rows(colour_set, 70)
-    rows = read(colour_set / "rows.jsonl")
-    write_rows(colour_set / "rows.jsonl", rows + rows[:5])
-    with SearchServer(service()) as server:
-        mined, _ = mine(search_api_url=server.url)
-        assert [len(request.body["queries"]) for request in server.requests] == [32, 32, 6]
-    assert len(mined) == 75
-
-
-def test_a_batch_that_fails_in_the_end_fails_its_rows_by_name_and_resume_asks_for_them_alone(
-    service, colour_set, tiny_model, capsys, quick
-):
-    """No row gets an empty list because the service was away."""
-    many_rows(colour_set, 70)
-    search, broken = service(), [True]
-
-    def reply(request):
-        return Played("busy", 503) if broken[0] and len(request.body["queries"]) == 6 else search(request)
-
-    argv = flags_of(colour_set, tiny_model, max_bad_fraction=0.2)
-    with SearchServer(reply) as server:
-        argv += ["--search-api-url", server.url]
-        assert main(argv) == 0
-        assert len(read(colour_set / "hn.jsonl")) == 64 and "6 failed" in capsys.readouterr().out
-        bad = read(colour_set / "hn.bad_rows.jsonl")
-        assert [row["line"] for row in bad] == list(range(65, 71))
-        assert "its search failed: 6 tries failed, the last: answered 503 busy" in bad[0]["reason"]
-        assert not json.loads((colour_set / "hn.stats.json").read_text())["completed"]
-        broken[0], num_before = False, server.num_calls
-        assert main([*argv, "--resume"]) == 0
-        assert server.num_calls == num_before + 1
-    rows = read(colour_set / "hn.jsonl")
-    assert len(rows) == 70 and all(len(row["neg_chunk_paths"]) == 3 for row in rows)
-    assert not (colour_set / "hn.bad_rows.jsonl").exists()
-
-
-def test_a_service_that_goes_away_stops_the_run_above_the_bad_fraction(service, colour_set, tiny_model, capsys, quick):
-    many_rows(colour_set, 200)
-    search = service()
-    with SearchServer(lambda request: search(request) if request.number < 2 else Played("", 502)) as server:
-        assert main([*flags_of(colour_set, tiny_model), "--search-api-url", server.url]) == 1
-        assert server.num_calls == 2 + 6  # it does not try every further batch in vain
-    error = capsys.readouterr().err
-    assert "32 of 200 rows cannot be used" in error and "first line 65" in error and "answered 502" in error
-    assert not (colour_set / "hn.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_killed_while_searching_the_second_start_asks_only_for_the_rest(service, colour_set, tiny_model):
-    """O20."""
-    many_rows(colour_set, 32 * 5)
-    search, delay_s = service(), [0.4]
-
-    def reply(request):
-        time.sleep(delay_s[0])
-        return search(request)
-
-    with SearchServer(reply) as server:
-        argv = flags_of(colour_set, tiny_model, batch_size=64, search_api_url=server.url)
-        process = start([str(ROOT / "mine_hard_negatives.py"), *argv])
-        while server.num_calls < 3:
-            assert process.poll() is None, finish(process)
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        assert finish(process, 30)[0] == 130
-        delay_s[0] = 0
-        assert main([*argv, "--resume"]) == 0
-        asked = Counter(json.dumps(query) for request in server.requests for query in request.body["queries"])
-        assert len(asked) == 160 and sum(asked.values()) <= 160 + 32  # the batch in flight
-    assert len(read(colour_set / "hn.jsonl")) == 160
-    stats = json.loads((colour_set / "hn.stats.json").read_text())
-    assert stats["search"]["resumed"] >= 64 and stats["search"]["resumed"] + stats["search"]["queries"] == 160
 
 
 def test_the_report_shows_the_mined_rows(mine, colour_set):
