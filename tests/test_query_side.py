@@ -31,7 +31,7 @@ from tests.gradients import (
     reference_loss,
     split_groups,
 )
-from tests.runs import arguments, finish, losses, metrics, same_weights, start, train
+from tests.runs import arguments, finish, largest_difference, losses, metrics, same_weights, start, train
 
 ALONE = World(0, 1, torch.device("cpu"))
 MODE = "query-side-tune"
@@ -406,7 +406,7 @@ if os.environ.get("RANK") == "1":
 
 @pytest.mark.dist
 def test_ranks_with_mixed_negatives_and_a_slow_one_do_the_same_steps(args, colour_set, monkeypatch):
-    """Both backward paths; every rank ends with the weights of one process on the global batch."""
+    """Both backward paths; the run walks the path of one process on the global batch."""
     rows = [json.loads(line) for line in (colour_set / "rows.jsonl").read_text().splitlines()]
     for place, row in enumerate(rows):
         row["neg_chunk_paths"] = row["neg_chunk_paths"][: place % 3]
@@ -421,6 +421,8 @@ def test_ranks_with_mixed_negatives_and_a_slow_one_do_the_same_steps(args, colou
         assert code == 0, text[-3000:]
         assert losses(colour_set / backward) == pytest.approx(losses(colour_set / "one"), abs=2e-5)
         assert len(losses(colour_set / backward)) == 12
+        last = [colour_set / name / "checkpoint-12" for name in (backward, "one")]
+        assert largest_difference(*last) < 1e-4  # they have moved by 1e-2
 
 
 @pytest.mark.parametrize(
