@@ -22,21 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contrastors.cli import (
-    Stopped,
-    StopSignals,
-    add_image_flags,
-    add_model_flags,
-    make_parser,
-    natural_float,
-    natural_int,
-    positive_float,
-    positive_int,
-    require_transformers,
-    run_script,
-    typed_flags,
-)
+from contrastors.cli import Stopped, StopSignals, make_parser, require_transformers, run_script, typed_flags
+from contrastors.metrics import HEADLINES
 from contrastors.records import dump_json, write_jsonl, write_text
+from contrastors.train_flags import add_training_flags, validate
 
 if TYPE_CHECKING:
     import torch
@@ -50,182 +39,18 @@ if TYPE_CHECKING:
     from contrastors.processing import BiQwen3Processor
     from contrastors.resume import TrainState
     from contrastors.runlog import RunLog
-    from contrastors.search_api import SearchClient
-    from contrastors.served_eval import ServedEvalSet
+    from contrastors.served_eval import ServedIndex
 
-METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "margin", "loss")
 LOWER_IS_BETTER = ("loss",)
 ONE_AT_A_TIME = "chunks of one; use --gradient-checkpointing, or lower --max-num-visual-tokens or --max-query-tokens"
-MODES = ("standard", "query-side-tune")
 CURVES = ("train/loss", "train/accuracy", "train/temperature", "eval/loss", "eval/recall@1", "eval/mrr", "eval/margin")
-
-# What acts in one of the modes only; the first group in query-side tuning.
-OF_QUERY_SIDE = ("query_side_backward", "document_cache", "search_api_url", "search_api_batch_size", "test_jsonl")
-OF_DOCUMENT_CHUNKS = ("chunk_tokens", "reuse_vision_features", "memory_budget_gb")
-OF_CHUNKS = ("grad_cache_chunk", "query_chunk", "retain_graphs")
-
-
-# ---------------------------------------------------------------------------------------------------------------- flags
-
-RETAIN_HELP = "chunks forwarded once, their graphs kept; 0 = graph of one chunk (default: auto on cuda, 0 elsewhere)"
-
-
-def auto_or_count(text: str) -> str | int:
-    """Parses `auto` or an integer of at least 0."""
-    return text if text == "auto" else natural_int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the command line."""
     parser = make_parser(__doc__)
-    onoff = argparse.BooleanOptionalAction
-
-    data = parser.add_argument_group("data")
-    add = data.add_argument
-    add("--train-jsonl", default="training/data/train.jsonl", help="rows with query, chunk_path, neg_chunk_paths")
-    add("--eval-jsonl", default="training/data/eval.jsonl", help="rows to evaluate on; negatives join the corpus")
-    add("--num-hard-negatives", type=natural_int, default=0, help="hard negatives of a row, its first usable; 0 = none")
-    add("--sample-negatives", action=onoff, default=False, help="choose a row's hard negatives anew each epoch, seeded")
-    add("--missing-negatives", choices=("mask", "drop-row"), default="mask", help="rows with too few hard negatives")
-    add("--max-train-rows", type=natural_int, default=0, help="use the first rows only; 0 = all")
-    add("--max-query-tokens", type=positive_int, default=512, help="tokens of a query's prompt; longer texts are cut")
-    add("--num-workers", type=natural_int, default=4, help="loader processes of each rank; 0 = none, loads in line")
-    add_image_flags(data)
-
-    add_model_flags(parser)
-    add = parser.add_argument_group("loss").add_argument
-    add("--temperature", type=positive_float, default=0.07, help="initial temperature, 0.01 to 1; it is learned")
-    add("--logit-scale-lr", type=natural_float, default=1e-3, help="learning rate of the temperature; 0 = fixed")
-    add("--mask-false-negatives", action=onoff, default=True, help="mask documents known to answer a query")
-    add("--grad-reduction", choices=("sum", "mean"), default="sum", help="over ranks; mean = gradient of one process")
-    add("--loss-tile", type=natural_int, default=0, help="queries whose logits are formed at a time; 0 = automatic")
-
-    add = parser.add_argument_group("optimization").add_argument
-    add("--batch-size", type=positive_int, default=4, help="rows of each rank in a step")
-    add("--grad-cache-chunk", type=positive_int, default=2, help="documents of one forward: memory follows this alone")
-    add("--chunk-tokens", type=natural_int, default=0, help="visual tokens of one forward, sorted by size; 0 = off")
-    add("--query-chunk", type=natural_int, default=0, help="queries of one forward; 0 = tokens of a document chunk")
-    add("--retain-graphs", type=auto_or_count, metavar="auto|N", help=RETAIN_HELP)
-    add("--memory-budget-gb", type=natural_float, default=0.0, help="GiB for auto; 0 = 80 %% of what is free")
-    add("--reuse-vision-features", action=onoff, default=True, help="run a frozen vision part once for both forwards")
-    add("--lr", type=positive_float, default=2e-5, help="peak learning rate of the adapter")
-    add("--weight-decay", type=natural_float, default=0.01, help="AdamW weight decay of the adapter; 0 = off")
-    add("--warmup-steps", type=natural_int, default=50, help="steps of linear warm-up; 0 = none")
-    add("--max-steps", type=positive_int, default=500, help="optimizer steps of the whole run")
-    schedulers = ("cosine", "constant", "cosine-restarts")
-    add("--scheduler", choices=schedulers, default="cosine", help="learning rate after the warm-up")
-    add("--num-cycles", type=positive_int, default=2, help="cycles of cosine-restarts")
-    add("--max-grad-norm", type=natural_float, default=1.0, help="clip the norm over all gradients; 0 = off")
-
-    add = parser.add_argument_group("evaluation").add_argument
-    add("--eval-steps", type=natural_int, default=100, help="evaluate every so many steps; 0 = never, at no end either")
-    add("--eval-batch-size", type=positive_int, default=16, help="items of one forward without gradients")
-    add("--max-eval-rows", type=natural_int, default=0, help="use the first rows only; 0 = all")
-    add("--best-metric", choices=METRICS, default="recall@1", help="marks the best checkpoint")
-    add("--eval-only", action=onoff, default=False, help="evaluate the base, or the adapter of --resume, and end")
-
-    add = parser.add_argument_group("output").add_argument
-    add("--output-dir", default="training/output_contrastors", help="run folder")
-    add("--save-steps", type=natural_int, default=100, help="save every so many steps; 0 = at the end only")
-    add("--save-total-limit", type=natural_int, default=5, help="newest checkpoints to keep, beside the best; 0 = all")
-    add("--resume", metavar="DIR|latest", help="checkpoint folder; latest = newest in --output-dir, or a fresh start")
-    add("--allow-changed-args", action=onoff, default=False, help="let typed flags differ from the checkpoint's")
-    add("--overwrite", action=onoff, default=False, help="replace the run that is in --output-dir")
-    trackers = ("none", "tensorboard", "wandb", "trackio")
-    add("--report-to", choices=trackers, default="none", help="mirror of metrics.jsonl")
-    add("--run-name", help="name shown by --report-to (default: name of the run folder)")
-
-    add = parser.add_argument_group("query side").add_argument
-    add("--mode", choices=MODES, default="standard", help="query-side-tune: documents keep the base model's vectors")
-    backwards = ("direct", "gradcache")
-    add("--query-side-backward", choices=backwards, default="direct", help="all queries in one forward, or in chunks")
-    add("--document-cache", metavar="DIR", help="vectors of documents (default: document_cache in the run folder)")
-    add("--search-api-url", metavar="URL", help="service with the frozen index; it is asked at each evaluation")
-    add("--search-api-batch-size", type=positive_int, default=32, help="queries of one request")
-    add("--test-jsonl", metavar="FILE", help="rows whose queries the service is asked (default: --eval-jsonl)")
-
-    add = parser.add_argument_group("runtime").add_argument
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto = cuda, then mps, then cpu")
-    add("--seed", type=natural_int, default=0, help="of adapter, order and dropout")
-    add("--plan", action=onoff, default=False, help="print what the run will take (FLOP, memory, disk) and end")
+    add_training_flags(parser)
     return parser
-
-
-def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: set[str]) -> None:
-    """Refuses flags that would be ignored or fail later."""
-    training = not args.eval_only
-    flash = args.attn_implementation == "flash_attention_2"
-    alone = args.batch_size * int(os.environ.get("WORLD_SIZE", 1)) == 1
-    wants_other_scheduler = "num_cycles" in typed and args.scheduler != "cosine-restarts"
-    refusals = [
-        (args.overwrite and args.resume and training, "--overwrite deletes the run that --resume continues"),
-        (args.plan and (args.resume or args.eval_only), "--plan tells of a training that is yet to begin"),
-        (args.allow_changed_args and not args.resume, "--allow-changed-args acts on --resume only"),
-        (wants_other_scheduler, f"--num-cycles acts on --scheduler cosine-restarts only, not on {args.scheduler}"),
-        (not 0.01 <= args.temperature <= 1, f"--temperature {args.temperature}: stays within 0.01 and 1, start there"),
-        (args.lora_dropout == 1, "--lora-dropout 1 leaves nothing to train"),
-        (
-            args.lora_vit and args.reuse_vision_features and "reuse_vision_features" in typed,
-            "--reuse-vision-features needs a frozen vision part; --lora-vit trains it",
-        ),
-        (
-            args.memory_budget_gb and args.retain_graphs not in (None, "auto"),
-            f"--memory-budget-gb acts on --retain-graphs auto only, not on {args.retain_graphs}",
-        ),
-        (
-            0 < args.chunk_tokens < args.max_num_visual_tokens,
-            f"--chunk-tokens {args.chunk_tokens} holds no tile of --max-num-visual-tokens {args.max_num_visual_tokens}",
-        ),
-        (
-            flash and (args.device not in ("auto", "cuda") or args.dtype == "fp32"),
-            "--attn-implementation flash_attention_2 needs --device cuda and --dtype bf16",
-        ),
-        (
-            training and alone and not args.num_hard_negatives,
-            "a global batch of one row without hard negatives has nothing to contrast; raise --batch-size",
-        ),
-    ]
-    refusals += refuse_mode(args, typed)
-    acts = {"sample_negatives": args.sample_negatives, "missing_negatives": args.missing_negatives == "drop-row"}
-    for name in typed & acts.keys() if training and not args.num_hard_negatives else ():
-        refusals.append((acts[name], f"{flag(name)} needs --num-hard-negatives"))
-    idle = {"eval_jsonl", "best_metric", "max_eval_rows"}
-    if args.mode == "standard":  # otherwise documents are embedded in such batches, before the first step
-        idle.add("eval_batch_size")
-    for name in typed & idle if training and args.eval_steps == 0 else ():
-        refusals.append((True, f"{flag(name)} is idle with --eval-steps 0"))
-    for refused, text in refusals:
-        if refused:
-            parser.error(text)
-
-
-def refuse_mode(args: argparse.Namespace, typed: set[str]) -> list[tuple[bool, str]]:
-    """Returns what flags that act in one mode only are refused for."""
-    if args.mode == "standard":
-        idle = [name for name in OF_QUERY_SIDE if name in typed and getattr(args, name) is not None]
-        return [(True, f"{flag(name)} acts on --mode query-side-tune only") for name in idle]
-    idle = [name for name in OF_DOCUMENT_CHUNKS if name in typed and getattr(args, name)]
-    refused = [
-        (True, f"{flag(name)} is about chunks of documents, and --mode {args.mode} embeds none") for name in idle
-    ]
-    if args.query_side_backward == "direct":
-        idle = [name for name in OF_CHUNKS if name in typed]
-        refused += [(True, f"{flag(name)} acts on --query-side-backward gradcache only") for name in idle]
-    service = {"search_api_batch_size", "test_jsonl"} & typed if not args.search_api_url else ()
-    refused += [(getattr(args, name) is not None, f"{flag(name)} needs --search-api-url") for name in service]
-    no_evaluation = args.eval_steps == 0 and not args.eval_only
-    return [
-        *refused,
-        (args.lora_vit, f"--lora-vit: --mode {args.mode} trains on queries, and they have no pixels"),
-        (args.retain_graphs == "auto", "--retain-graphs auto measures chunks of documents; give a number of chunks"),
-        (args.plan, f"--plan knows --mode standard only: in {args.mode} a step embeds the queries and nothing else"),
-        (args.search_api_url and no_evaluation, "--search-api-url is asked at evaluations; --eval-steps 0 has none"),
-    ]
-
-
-def flag(name: str) -> str:
-    """Returns the flag of an argument's name."""
-    return "--" + name.replace("_", "-")
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
@@ -246,8 +71,7 @@ class Run:
     stop: StopSignals
     eval_set: EvalSet | None = None
     eval_vectors: torch.Tensor | None = None
-    service: SearchClient | None = None
-    test_set: ServedEvalSet | None = None
+    service: ServedIndex | None = None
     train_set: StepDataset | None = None
     bucket: GradientBucket | None = None
     optimizer: torch.optim.Optimizer | None = None
@@ -375,7 +199,7 @@ def evaluate_run(run: Run) -> bool:
     if not args.eval_only:  # metrics.jsonl holds the steps of a run
         values = {f"eval/{k}": v for k, v in found.items()} | {"time/eval_s": time.perf_counter() - started}
         run.log.metrics(state.step, values)
-    cells = " ".join(f"{name} {found[name]:.3f}" for name in METRICS)
+    cells = " ".join(f"{name} {found[name]:.3f}" for name in HEADLINES)
     low, high = found["recall@1_low"], found["recall@1_high"]
     run.log.say(f"step {state.step} evaluation: {cells} (recall@1 95% [{low:.3f}, {high:.3f}])")
     for warning in collapse_warnings(found):
@@ -397,44 +221,21 @@ def evaluate_run(run: Run) -> bool:
 
 
 def ask_service(run: Run) -> None:
-    """Evaluates on the index that a search service holds, logs, writes search_step{N}.jsonl. Collective.
-
-    A service that cannot be used is an error before the first step; later it must not end a training.
-
-    Raises:
-        SearchStopped: Before the first step.
-        EvaluationStopped: On every rank, if the main one received a signal.
-    """
-    from contrastors.batches import ItemDataset
-    from contrastors.distributed import from_main
-    from contrastors.evaluation import EvaluationStopped, embed, evaluating
+    """Evaluates on the index that a search service holds, logs, writes search_step{N}.jsonl. Collective."""
     from contrastors.runlog import progress
-    from contrastors.search_api import SearchStopped
-    from contrastors.served_eval import evaluate_service, service_line
+    from contrastors.served_eval import service_line
 
-    args, step, queries = run.args, run.state.step, run.test_set.queries
-    dataset = ItemDataset(run.processor, "query", queries, args.max_image_pixels)
-    options = args.eval_batch_size, args.num_workers, lambda: run.stop.received
-    with evaluating(run.model):
-        vectors = embed(run.model, dataset, run.world, *options).numpy()
-    result = None
-    if run.world.is_main:
-        try:
-            with progress(len(queries), "searching", True) as bar:
-                result = evaluate_service(run.service, run.test_set, vectors, bar.update, lambda: run.stop.received)
-        except SearchStopped as error:
-            if is_first_look(run):
-                raise
-            run.log.say(f"warning: step {step}: nothing was measured at the search service: {error}")
-    if number := from_main(run.stop.received):
-        raise EvaluationStopped(number)
-    if result is not None and is_first_look(run) and result.metrics["num_failed"] == len(queries):
-        raise SearchStopped(f"{run.service.url}: not one query was answered, the last: {result.failure}")
-    if result is not None:
+    args, step, service = run.args, run.state.step, run.service
+    options = args.eval_batch_size, args.num_workers, is_first_look(run), lambda: run.stop.received
+    with progress(len(service.data.queries), "searching", run.world.is_main) as bar:
+        result = service.evaluate(run.model, run.processor, *options, bar.update)
+    if result.metrics:
         write_jsonl(run.folder / f"search_step{step}.jsonl", result.per_query)
         if not args.eval_only:
             run.log.metrics(step, {f"search/{name}": value for name, value in result.metrics.items()})
         run.log.say(f"step {step} {service_line(result)}")
+    elif result.failure:
+        run.log.say(f"warning: step {step}: nothing was measured at the search service: {result.failure}")
 
 
 def is_first_look(run: Run) -> bool:
@@ -444,16 +245,10 @@ def is_first_look(run: Run) -> bool:
 
 def save_run(run: Run) -> None:
     """Saves a checkpoint, marks the best, deletes surplus ones. The main rank writes; the others wait. Collective."""
-    from contrastors.checkpoint import (
-        absolute_args,
-        delete_old,
-        mark_best,
-        model_card,
-        refresh_state,
-        save_checkpoint,
-    )
+    from contrastors.checkpoint import absolute_args, model_card, refresh_state, save_checkpoint
     from contrastors.distributed import barrier
     from contrastors.resume import OF_THIS_CALL
+    from contrastors.run_folder import delete_old, mark_best
     from contrastors.runlog import draw_curves, versions
 
     args, state = run.args, run.state
@@ -652,7 +447,8 @@ def step_line(step: int, max_steps: int, values: dict[str, float]) -> str:
 
 def prepare_output(run: Run, is_resumed: bool) -> None:
     """Makes the run folder ready: cleared, or taken back to the checkpoint's step. The main rank's work."""
-    from contrastors.checkpoint import absolute_args, clear_results, go_back_to, remove_leftovers
+    from contrastors.checkpoint import absolute_args
+    from contrastors.run_folder import clear_results, go_back_to, remove_leftovers
     from contrastors.runlog import cut_metrics
 
     args, folder = run.args, run.folder
@@ -698,12 +494,14 @@ def write_summary(run: Run) -> None:
 def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path | None]:
     """Returns the run, its training set (None for `--eval-only`) and the checkpoint that it continues."""
     from contrastors import distributed
-    from contrastors.checkpoint import find_results, load_scale
+    from contrastors.checkpoint import load_scale
     from contrastors.datasets import load_data
     from contrastors.loading import load_bi_encoder
     from contrastors.logit_scale import LogitScale
     from contrastors.resume import locate_checkpoint, recorded_chunking, restore_state, take_flags
+    from contrastors.run_folder import find_results
     from contrastors.runlog import RunLog
+    from contrastors.served_eval import ServedIndex
 
     checkpoint, saved, notes = locate_checkpoint(args)
     if checkpoint is not None:
@@ -741,29 +539,11 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
     run.chunking = recorded_chunking(args, saved)
     model.documents_by_base = args.mode != "standard"
     if args.search_api_url:
-        open_service(run)
+        options = args.search_api_url, args.test_jsonl or args.eval_jsonl, args.max_eval_rows
+        run.service = ServedIndex.open(*options, args.search_api_batch_size, world)
+        if warning := run.service.check(is_first_look(run)):
+            log.say(f"warning: {warning}")
     return run, train_data, checkpoint
-
-
-def open_service(run: Run) -> None:
-    """Reads the rows for the search service, and asks it for its health."""
-    from contrastors.distributed import barrier
-    from contrastors.search_api import SearchClient, SearchStopped
-    from contrastors.served_eval import N_DOCS, NPROBE, read_served_eval_set
-
-    args = run.args
-    run.test_set = read_served_eval_set(args.test_jsonl or args.eval_jsonl, args.max_eval_rows)
-    # Other ranks wait meanwhile, and a stop has 30 s: no long tries.
-    limits = {"max_retries": 3, "timeout_s": 30.0}
-    run.service = SearchClient(args.search_api_url, N_DOCS, NPROBE, args.search_api_batch_size, **limits)
-    if run.world.is_main:
-        try:
-            run.service.check()
-        except SearchStopped as error:
-            if is_first_look(run):
-                raise
-            run.log.say(f"warning: {error}")
-    barrier()
 
 
 def do(run: Run, train_data: Any, checkpoint: Path | None) -> None:
@@ -791,19 +571,16 @@ def do(run: Run, train_data: Any, checkpoint: Path | None) -> None:
         run.stop.agreed = stopped.signal
 
 
-def print_plan(args: argparse.Namespace) -> int:
-    """Prints what the run would take, on the main rank, and returns the exit code."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        from contrastors.plan import make_plan
-
-        print(make_plan(args, int(os.environ.get("WORLD_SIZE", 1))))
-    return 0
-
-
 def work(args: argparse.Namespace, typed: set[str]) -> int:
     """Does what the command line asks for and returns the exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork of loader workers
 
+    if args.plan:
+        from contrastors.plan import make_plan
+
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(make_plan(args, int(os.environ.get("WORLD_SIZE", 1))))
+        return 0
     require_transformers()
     import torch
 
@@ -841,8 +618,6 @@ def main(argv: list[str] | None = None) -> int:
     typed = typed_flags(build_parser(), argv)
     if args.plan or not args.resume:
         validate(parser, args, typed)
-    if args.plan:
-        return run_script(lambda: print_plan(args))
     return run_script(lambda: work(args, typed))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from contrastors.data import NO_DOCUMENT, BatchOrder, TrainingRow, TrainingSet
-from contrastors.images import BadImage, open_image
+from contrastors.images import MAX_IMAGE_PIXELS, BadImage, open_image
 from contrastors.loss import ColumnMask, LossOutput, clip_loss
 from contrastors.processing import BiQwen3Processor, Inputs, Item
 
@@ -286,7 +286,9 @@ def load_batches(
 class ItemDataset(Dataset):
     """Encoded queries or documents, one a place; what cannot be read is a `BatchFailure`."""
 
-    def __init__(self, processor: BiQwen3Processor, kind: str, sources: Sequence[str], max_image_pixels: int):
+    def __init__(
+        self, processor: BiQwen3Processor, kind: str, sources: Sequence[str], max_image_pixels: int = MAX_IMAGE_PIXELS
+    ):
         self.processor, self.kind, self.sources = processor, kind, sources
         self.max_image_pixels = max_image_pixels
 

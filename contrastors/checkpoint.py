@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, read back at once, found by reading, deleted with care.
+"""One checkpoint: written whole or not at all, read back at once, loaded only where it fits.
 
 A `checkpoint-{step}/` is a PEFT adapter (loads with plain PEFT), the logit scale, the optimizer, `trainer_state.json`
 and a model card. Random states and sampler need no saving: they are functions of (seed, step, rank).
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import uuid
 from pathlib import Path
@@ -23,23 +22,15 @@ from safetensors.torch import load_file, save_file
 
 from contrastors.biqwen3 import BiQwen3
 from contrastors.logit_scale import LogitScale
+from contrastors.metrics import HEADLINES
 from contrastors.records import dump_json, sync_file, write_text
-from contrastors.runlog import cut_metrics
+from contrastors.train_flags import QUERY_SIDE
 
 ADAPTER_FILE, STATE_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "trainer_state.json", "optimizer.pt"
-SCALE_FILE, BEST_FILE = "logit_scale.safetensors", "best.json"
+SCALE_FILE = "logit_scale.safetensors"
 # Of adapters that were trained inside Qwen3VLForConditionalGeneration; ours are trained on its `model`.
 GENERATION_PREFIX = "base_model.model.model."
 FILES = (ADAPTER_FILE, "adapter_config.json", SCALE_FILE, OPTIMIZER_FILE, "README.md", STATE_FILE)
-RUN_FILES = (
-    "metrics.jsonl", BEST_FILE, "curves.png", "train.log", "args.json", "env.json", "summary.json", "eval_step*.json",
-    "eval_step*.jsonl", "search_step*.jsonl",
-)  # fmt: skip
-TRACKER_FOLDERS = ("tensorboard", "wandb")
-CARD_METRICS = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "margin", "loss")
-# `--mode` of a run that trains the query tower alone; documents keep the base model's vectors.
-QUERY_SIDE = "query-side-tune"
-_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 class BadCheckpoint(ValueError):
@@ -74,25 +65,6 @@ def _load_optimizer(folder: Path) -> dict[str, Any]:
     except Exception as error:  # on a damaged file the unpickler raises what it likes (KeyError, IndexError, ...)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadCheckpoint(f"{folder}: {OPTIMIZER_FILE} cannot be read ({reason})") from error
-
-
-def list_checkpoints(run_folder: str | Path) -> list[Path]:
-    """Returns the checkpoint folders of a run, whole or not, by rising step."""
-    found = [(int(m[1]), p) for p in Path(run_folder).glob("checkpoint-*") if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
-
-
-def find_latest(run_folder: str | Path) -> tuple[Path | None, list[str]]:
-    """Returns the whole checkpoint with the highest step, and a warning for each broken one above it."""
-    warnings = []
-    for folder in reversed(list_checkpoints(run_folder)):
-        try:
-            read_state(folder)
-        except BadCheckpoint as error:
-            warnings.append(f"skipped an incomplete checkpoint: {error}")
-            continue
-        return folder, warnings
-    return None, warnings
 
 
 def adapter_tensors(model: BiQwen3) -> dict[str, torch.Tensor]:
@@ -213,34 +185,6 @@ def refresh_state(folder: Path, state: dict[str, Any], card: str) -> None:
     write_text(folder / STATE_FILE, dump_json(state, indent=1) + "\n")
 
 
-def go_back_to(run_folder: Path, state: dict[str, Any], metric: str) -> list[str]:
-    """Makes a run folder what it was when a checkpoint was saved; returns notes on what was moved.
-
-    Checkpoints beyond it are of another future: `latest` must not find them, nor retention count them, so they are
-    renamed. metrics.jsonl loses the steps after it, best.json tells the best up to it.
-
-    Args:
-        run_folder: Folder of the run.
-        state: With `step`, `evaluated_step`, `best_step`, `best_value`.
-        metric: `--best-metric`.
-    """
-    notes, step = [], state["step"]
-    for folder in list_checkpoints(run_folder):
-        if int(folder.name.removeprefix("checkpoint-")) > step:
-            aside = folder.with_name(f"abandoned-{folder.name}-{uuid.uuid4().hex[:6]}")
-            folder.rename(aside)
-            notes.append(f"{folder.name} lies beyond step {step}, where this run goes on; it is kept as {aside.name}")
-    for path in run_folder.glob("*_step*.json*"):
-        if (match := re.match(r"(?:eval|search)_step(\d+)\.", path.name)) and int(match[1]) > step:
-            path.unlink()
-    if state["best_step"] is None:
-        (run_folder / BEST_FILE).unlink(missing_ok=True)
-    else:
-        mark_best(run_folder, state["best_step"], metric, state["best_value"])
-    cut_metrics(run_folder / "metrics.jsonl", step, keep_evaluation=state["evaluated_step"] == step)
-    return notes
-
-
 def restore(folder: Path, logit_scale: LogitScale, optimizer: torch.optim.Optimizer) -> None:
     """Loads logit scale and optimizer of a checkpoint; the adapter is loaded before the optimizer is made.
 
@@ -254,45 +198,6 @@ def restore(folder: Path, logit_scale: LogitScale, optimizer: torch.optim.Optimi
         raise BadCheckpoint(f"{folder}: the optimizer state does not fit ({error})") from error
 
 
-def remove_leftovers(run_folder: Path) -> None:
-    """Removes the temporary folders that a killed save left behind."""
-    for path in run_folder.glob(".checkpoint-*.tmp-*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def mark_best(run_folder: Path, step: int, metric: str, value: float) -> None:
-    """Writes best.json: the step, metric and value of the best checkpoint."""
-    best = {"checkpoint": f"checkpoint-{step}", "step": step, "metric": metric, "value": value}
-    write_text(run_folder / BEST_FILE, dump_json(best) + "\n")
-
-
-def delete_old(run_folder: Path, keep: int, best_step: int | None, run_id: str) -> list[Path]:
-    """Deletes the oldest checkpoints of this run beyond the newest `keep`; returns the deleted folders.
-
-    Never deleted: the best one, and folders that are broken or belong to another run.
-
-    Args:
-        run_folder: Folder of the run.
-        keep: `--save-total-limit`; 0 = keep all.
-        best_step: Step of the best checkpoint.
-        run_id: Of this run.
-    """
-    own = []
-    for folder in list_checkpoints(run_folder):
-        try:
-            if json.loads((folder / STATE_FILE).read_text(encoding="utf-8")).get("run_id") == run_id:
-                own.append(folder)
-        except (OSError, ValueError, AttributeError):
-            continue
-    surplus = own[:-keep] if keep else []
-    deleted = [folder for folder in surplus if folder.name != f"checkpoint-{best_step}"]
-    for folder in deleted:
-        hidden = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")  # a kill in mid-removal leaves no torso
-        folder.rename(hidden)
-        shutil.rmtree(hidden)
-    return deleted
-
-
 def absolute_args(args: dict[str, Any]) -> dict[str, Any]:
     """Returns flags as a checkpoint stores them: with absolute paths, so that a run resumes from any folder."""
     stored = dict(args)
@@ -300,26 +205,6 @@ def absolute_args(args: dict[str, Any]) -> dict[str, Any]:
         if args[name] is not None and (name != "model" or os.path.isdir(args[name])):
             stored[name] = os.path.abspath(args[name])
     return stored
-
-
-def find_results(run_folder: Path, eval_only: bool) -> list[Path]:
-    """Returns results in a folder that a new run, or a new `--eval-only`, would mix with its own."""
-    if eval_only:
-        return sorted(run_folder.glob("eval_step*.json"))
-    found = [*run_folder.glob("metrics.jsonl"), *sorted(run_folder.glob("eval_step*.json"))]
-    return list_checkpoints(run_folder) + found
-
-
-def clear_results(run_folder: Path) -> None:
-    """Removes what an older run of the training script left in its folder; other files stay."""
-    for folder in list_checkpoints(run_folder):
-        if (folder / STATE_FILE).exists():
-            shutil.rmtree(folder)
-    for pattern in RUN_FILES:
-        for path in run_folder.glob(pattern):
-            path.unlink()
-    for name in TRACKER_FOLDERS:
-        shutil.rmtree(run_folder / name, ignore_errors=True)
 
 
 def load_scale(folder: Path, logit_scale: LogitScale) -> None:
@@ -396,7 +281,7 @@ def model_card(args: argparse.Namespace, step: int, temperature: float, tables: 
         ]
     rows = {title: found for title, found in tables.items() if found}
     if rows:
-        names = [key for key in CARD_METRICS if all(key in found for found in rows.values())]
+        names = [key for key in HEADLINES if all(key in found for found in rows.values())]
         lines += ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
         lines += [
             f"| {title} | " + " | ".join(f"{found[k]:.4f}" for k in names) + " |" for title, found in rows.items()

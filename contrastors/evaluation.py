@@ -254,7 +254,7 @@ def evaluate(
     """
     with evaluating(model):
         options = world, batch_size, num_workers, stop_signal, on_progress
-        queries = embed(model, ItemDataset(processor, "query", data.queries, max_image_pixels), *options)
+        queries = embed(model, ItemDataset(processor, "query", data.queries), *options)
         if document_vectors is None:
             dataset = ItemDataset(processor, "document", data.documents.paths, max_image_pixels)
             document_vectors = embed(model, dataset, *options)

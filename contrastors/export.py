@@ -109,11 +109,11 @@ def export(args: argparse.Namespace) -> int:
     if args.format == "sentence-transformers":
         _check_sentence_transformers()
     require_transformers()
-    from contrastors.checkpoint import QUERY_SIDE
     from contrastors.distributed import pick_device
     from contrastors.export_check import check, compare, embed_reference, read_export
     from contrastors.export_files import EXPORT_FILE, check_space, find_base_folder, read_source
     from contrastors.loading import silence_libraries
+    from contrastors.train_flags import QUERY_SIDE
 
     silence_libraries()
     source = read_source(args.adapter, args.model, args.max_num_visual_tokens, args.max_query_tokens)
@@ -194,7 +194,7 @@ def export_card(about: dict[str, Any], record: dict[str, Any]) -> str:
         about: Content of contrastors.json.
         record: trainer_state.json of the adapter, empty where there is none.
     """
-    from contrastors.checkpoint import CARD_METRICS
+    from contrastors.metrics import HEADLINES
 
     kind, base = about["format"], about["base_model"]
     library = {"merged": "transformers", "sentence-transformers": "sentence-transformers", "adapter": "peft"}[kind]
@@ -230,7 +230,7 @@ def export_card(about: dict[str, Any], record: dict[str, Any]) -> str:
     columns = {"base": record.get("base_metrics"), "this model": record.get("last_metrics")}
     columns = {title: found for title, found in columns.items() if found}
     if columns:
-        names = [name for name in CARD_METRICS if all(name in found for found in columns.values())]
+        names = [name for name in HEADLINES if all(name in found for found in columns.values())]
         lines += ["| metric [95 %] | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         lines += [
             f"| {name} | " + " | ".join(_cell(found, name) for found in columns.values()) + " |" for name in names

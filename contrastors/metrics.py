@@ -14,6 +14,8 @@ import numpy as np
 
 RECALL_AT = (1, 5, 10)
 NDCG_AT = 10
+# Of an evaluation: what a person is shown first, and what may choose the best checkpoint.
+HEADLINES = (*(f"recall@{k}" for k in RECALL_AT), "mrr", f"ndcg@{NDCG_AT}", "margin", "loss")
 # Cosines closer than this are ties: the same picture in two batches differs by about 1e-7 in fp32, and a ranking made
 # of that is noise.
 TIE_WIDTH = 2.0**-20

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from contrastors.checkpoint import absolute_args, find_latest, list_checkpoints, read_state
+from contrastors.checkpoint import absolute_args, read_state
 from contrastors.chunking import Chunking
+from contrastors.run_folder import find_latest, list_checkpoints
 from contrastors.runlog import RunLog
 
 # Flags of one call: never taken from a checkpoint.

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from contrastors.batches import ItemDataset
+from contrastors.biqwen3 import BiQwen3
+from contrastors.distributed import World, barrier, from_main
+from contrastors.evaluation import EvaluationStopped, embed, evaluating
 from contrastors.metrics import NDCG_AT, RECALL_AT, summarize
+from contrastors.processing import BiQwen3Processor
 from contrastors.records import POSITIVE, read_jsonl, read_pairs
 from contrastors.search_api import SearchClient, SearchFailed, SearchStopped
 from contrastors.served import PositiveMatcher, ServedPositive, read_ids
@@ -65,13 +70,14 @@ class ServedResult:
 
     Attributes:
         metrics: Means over the queries that were answered, with `_low` and `_high`; none where none was. And the counts
-            `num_queries`, `num_failed` (searches that failed), `num_short` (fewer hits than asked for).
+            `num_queries`, `num_failed` (searches that failed), `num_short` (fewer hits than asked for). Empty where
+            nothing was measured at all.
         per_query: One object a query, in order; a failed one has its `failure` and no metrics.
         failure: How the last failed search failed; "" where none did.
     """
 
-    metrics: dict[str, float]
-    per_query: list[dict[str, Any]]
+    metrics: dict[str, float] = field(default_factory=dict)
+    per_query: list[dict[str, Any]] = field(default_factory=list)
     failure: str = ""
 
 
@@ -146,7 +152,7 @@ def _find_illness(client: SearchClient) -> str:
 
 
 def _score(data: ServedEvalSet, replies: Sequence[list[Mapping[str, Any]] | str]) -> ServedResult:
-    result = ServedResult({}, [])
+    result = ServedResult()
     columns: dict[str, list[float]] = {name: [] for name in METRICS}
     num_short = 0
     for query, positives, reply in zip(data.queries, data.positives, replies, strict=True):
@@ -185,3 +191,99 @@ def service_line(result: ServedResult) -> str:
     if found["num_short"]:
         text += f"; {found['num_short']} replies hold fewer than {N_DOCS} hits"
     return text
+
+
+@dataclass(slots=True)
+class ServedIndex:
+    """The frozen index behind a search service, and the queries that it is asked at each evaluation of a training.
+
+    The main rank talks to the service, the others wait; so tries are few and short. A service that cannot be used is an
+    error as long as nothing would be lost; after that it must not end a training.
+
+    Attributes:
+        client: Of the service.
+        data: Queries and positives.
+        world: Ranks.
+    """
+
+    client: SearchClient
+    data: ServedEvalSet
+    world: World
+
+    @classmethod
+    def open(cls, url: str, source: str | Path, max_rows: int, batch_size: int, world: World) -> ServedIndex:
+        """Returns the index of a service, with the rows of a file; nothing is asked yet.
+
+        Args:
+            url: `--search-api-url`.
+            source: JSONL with the queries.
+            max_rows: Use the first rows only; 0 = all.
+            batch_size: Queries of one request.
+            world: Ranks.
+
+        Raises:
+            ValueError: The file breaks the data format.
+        """
+        data = read_served_eval_set(source, max_rows)
+        return cls(SearchClient(url, N_DOCS, NPROBE, batch_size, max_retries=3, timeout_s=30.0), data, world)
+
+    def check(self, is_vital: bool) -> str:
+        """Returns what is wrong with the service, "" where it is well. Collective.
+
+        Raises:
+            SearchStopped: On the main rank, where something is wrong and `is_vital`.
+        """
+        found = ""
+        if self.world.is_main:
+            try:
+                self.client.check()
+            except SearchStopped as error:
+                if is_vital:
+                    raise
+                found = str(error)
+        barrier()
+        return found
+
+    def evaluate(
+        self,
+        model: BiQwen3,
+        processor: BiQwen3Processor,
+        batch_size: int,
+        num_workers: int,
+        is_vital: bool,
+        stop_signal: Callable[[], int] = lambda: 0,
+        on_progress: Callable[[int], None] = lambda n: None,
+    ) -> ServedResult:
+        """Returns what the service finds for the queries as the model embeds them now; empty beside the main rank.
+
+        Collective: every rank must call it. Training mode is kept.
+
+        Args:
+            model: With its adapter.
+            processor: Its processor.
+            batch_size: Queries of one forward.
+            num_workers: Loader processes of each rank.
+            is_vital: Whether a service that cannot be used is an error.
+            stop_signal: Asked between batches; a signal's number ends the work.
+            on_progress: Called with the number of queries after each request.
+
+        Raises:
+            SearchStopped: On the main rank, where nothing could be measured and `is_vital`.
+            EvaluationStopped: On every rank, if the main one received a signal.
+        """
+        dataset = ItemDataset(processor, "query", self.data.queries)
+        with evaluating(model):
+            vectors = embed(model, dataset, self.world, batch_size, num_workers, stop_signal).numpy()
+        result = ServedResult()
+        if self.world.is_main:
+            try:
+                result = evaluate_service(self.client, self.data, vectors, on_progress, stop_signal)
+            except SearchStopped as error:
+                if is_vital:
+                    raise
+                result.failure = str(error)
+        if number := from_main(stop_signal()):
+            raise EvaluationStopped(number)
+        if is_vital and result.metrics.get("num_failed") == len(self.data.queries):
+            raise SearchStopped(f"{self.client.url}: not one query was answered, the last: {result.failure}")
+        return result

@@ -21,7 +21,7 @@ FLOORS = {
     "shards": 0, "datacard": 0, "splits": 0, "sources": 0,
     "candidates": 0, "verdicts": 0, "vlm_messages": 0, "vlm": 0, "reviews": 0, "report": 0, "corpus": 0,
     "search_api": 0, "demo_judge": 0, "negatives": 0, "served": 0, "comparison": 0, "plots": 0, "swift_rows": 0,
-    "served_eval": 0,
+    "train_flags": 0,
     # 1: torch
     "rand_state": 1, "distributed": 1, "logit_scale": 1, "pixels": 1, "index": 1,
     # 2
@@ -30,7 +30,7 @@ FLOORS = {
     "batches": 3, "evaluation": 3, "checkpoint": 3, "demo": 3, "loading": 3, "embeddings": 3,
     "mining": 3, "gates": 3, "chunking": 3,
     # 4: what a run of the trainer is made of
-    "datasets": 4, "resume": 4, "query_side": 4,
+    "datasets": 4, "run_folder": 4, "resume": 4, "query_side": 4, "served_eval": 4,
     # 4 to 6: programs of their own, on top of the rest
     "export_files": 4, "checks": 4, "costs": 4, "swift": 4, "export_check": 5, "step_checks": 5, "plan": 5, "export": 6,
     "doctor": 6,
@@ -49,7 +49,7 @@ SAME_FLOOR = {
     ("evaluation", "batches"), ("embeddings", "batches"), ("mining", "embeddings"),
     ("loading", "checkpoint"), ("comparison", "metrics"), ("plots", "metrics"), ("plots", "records"),
     ("swift_rows", "images"), ("swift_rows", "records"),
-    ("served_eval", "metrics"), ("served_eval", "records"), ("served_eval", "search_api"), ("served_eval", "served"),
+    ("train_flags", "cli"), ("train_flags", "metrics"), ("resume", "run_folder"),
 }  # fmt: skip
 MODULES = sorted({path.stem for path in LIBRARY.glob("*.py")} - {"__init__"})
 HEAVY = ("torch", "torchvision", "transformers", "peft", "accelerate", "safetensors", "datasets")
