@@ -24,6 +24,7 @@ from contrastors.records import dump_json, write_text
 
 FORMAT = 1
 KEY_BYTES = 16
+_KEY = np.dtype(("S", KEY_BYTES))  # compared byte by byte; the zeros that numpy hides at an end are compared too
 
 
 def text_key(text: str) -> bytes:
@@ -81,27 +82,42 @@ class EmbeddingStore:
         self.size = size
         self._identity = text
         self._shards: list[np.ndarray] = []
-        self._places: dict[bytes, tuple[int, int]] = {}
+        self._starts = np.zeros(1, dtype=np.int64)  # first row of each shard, counted over all of them
+        self._keys = np.empty(0, dtype=_KEY)  # of all rows, sorted: a Python dict would take seven times as much
+        self._rows = np.empty(0, dtype=np.int64)  # of these keys
         self._files: tuple[Any, Any] | None = None
 
     def scan(self) -> None:
-        """Looks up what all processes have written so far."""
-        self._shards, self._places = [], {}
+        """Looks up what all processes have written so far; 24 bytes a key stay in memory."""
+        self._shards, keys = [], [np.empty(0, dtype=_KEY)]
         for file in sorted(self.folder.glob("*.keys")):
-            keys = file.read_bytes()
+            written = file.read_bytes()
             vectors = file.with_suffix(".vectors")
             if not vectors.is_file():
                 continue
-            num_rows = min(len(keys) // KEY_BYTES, vectors.stat().st_size // (4 * self.size))
+            num_rows = min(len(written) // KEY_BYTES, vectors.stat().st_size // (4 * self.size))
             if not num_rows:
                 continue
-            for row in range(num_rows):
-                key = keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
-                self._places.setdefault(key, (len(self._shards), row))
+            keys.append(np.frombuffer(written, dtype=_KEY, count=num_rows))
             self._shards.append(np.memmap(vectors, dtype="<f4", mode="r", shape=(num_rows, self.size)))
+        self._starts = np.cumsum([len(found) for found in keys])
+        self._keys = np.concatenate(keys)
+        self._rows = np.argsort(self._keys, kind="stable")  # of equal keys the one that was found first leads
+        self._keys = self._keys[self._rows]
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._places
+    def _find(self, keys: Sequence[bytes]) -> np.ndarray:
+        """Returns the (len,) int64 row of each key, counted over all shards; -1 where there is none."""
+        wanted = np.array(keys, dtype=_KEY)
+        places = np.searchsorted(self._keys, wanted)
+        rows = np.full(len(wanted), -1, dtype=np.int64)
+        inside = places < len(self._keys)
+        inside[inside] = self._keys[places[inside]] == wanted[inside]
+        rows[inside] = self._rows[places[inside]]
+        return rows
+
+    def find_missing(self, keys: Sequence[bytes]) -> list[int]:
+        """Returns the places of those keys that `scan` has not found."""
+        return np.flatnonzero(self._find(keys) < 0).tolist()
 
     def matrix(self, keys: Sequence[bytes]) -> EmbeddingMatrix:
         """Returns the embeddings of these keys.
@@ -109,14 +125,14 @@ class EmbeddingStore:
         Raises:
             ValueError: `scan` has not found all of them.
         """
-        num_missing = sum(key not in self for key in keys)
-        if num_missing:
+        rows = self._find(keys)
+        if num_missing := int((rows < 0).sum()):
             raise ValueError(
                 f"{self.folder}: {num_missing} embeddings of other ranks are not here; it must be "
                 "a folder that all ranks share"
             )
-        places = np.array([self._places[key] for key in keys], dtype=np.int64).reshape(-1, 2)
-        return EmbeddingMatrix(self._shards, places, self.size)
+        shards = np.searchsorted(self._starts, rows, side="right") - 1
+        return EmbeddingMatrix(self._shards, np.stack([shards, rows - self._starts[shards]], axis=1), self.size)
 
     def append(self, keys: Sequence[bytes], vectors: np.ndarray) -> None:
         """Writes one batch through to the disk; vectors before keys, so that a key never lacks its vector."""
@@ -167,7 +183,7 @@ def embed_missing(
     assert not model.training, "embed_missing() needs model.eval()"
     if world.is_main:
         store.scan()
-    missing = from_main([place for place, key in enumerate(keys) if key not in store] if world.is_main else None)
+    missing = from_main(store.find_missing(keys) if world.is_main else None)
     starts = range(world.rank * batch_size, len(missing), world.size * batch_size)
     batches = [missing[start : start + batch_size] for start in starts]
     places = [place for batch in batches for place in batch]

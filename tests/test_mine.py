@@ -463,33 +463,6 @@ def test_killed_while_embedding_and_started_again_at_most_one_batch_is_embedded_
     assert (colour_set / "hn.jsonl").read_bytes() == resumed
 
 
-def test_a_torn_shard_counts_whole_rows_with_keys_alone(tmp_path):
-    from contrastors.embeddings import EmbeddingStore, text_key
-
-    def store() -> EmbeddingStore:
-        return EmbeddingStore(tmp_path, {"model": "m"}, 4)
-
-    keys = [text_key(text) for text in "abc"]
-    written = store()
-    written.append(keys[:2], np.arange(8, dtype=np.float32).reshape(2, 4))
-    written.append(keys[2:], np.full((1, 4), 7, dtype=np.float32))
-    written.close()
-    (file,) = tmp_path.glob("*/*.keys")
-    for cut, num_kept in ((0, 3), (1, 2), (16, 2), (17, 1), (48, 0)):
-        data = file.read_bytes()
-        file.write_bytes(data[: len(data) - cut])
-        found = store()
-        found.scan()
-        assert [key in found for key in keys] == [place < num_kept for place in range(3)]
-        file.write_bytes(data)
-    whole = file.with_suffix(".vectors").read_bytes()
-    file.with_suffix(".vectors").write_bytes(whole[:-1])
-    found = store()
-    found.scan()
-    assert keys[2] not in found and found.matrix([keys[1], keys[0]])[:].tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
-    assert found.matrix([keys[1], keys[0]])[[1]].tolist() == [[0, 1, 2, 3]]
-
-
 @pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_mine_what_one_mines_row_by_row(colour_set, tiny_model, one_thread):

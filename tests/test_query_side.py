@@ -311,23 +311,6 @@ def test_damaged_vectors_are_named_and_not_trained_on(args, colour_set, capsys, 
     assert train(args("mended", document_cache=cache, max_steps=2)) == 0
 
 
-def test_vectors_travel_to_spawned_workers_as_names_of_files(tmp_path):
-    import pickle
-
-    import numpy as np
-
-    from contrastors.embeddings import EmbeddingStore
-
-    store = EmbeddingStore(tmp_path, {}, 64)
-    keys, vectors = [n.to_bytes(16, "big") for n in range(1000)], np.eye(1000, 64, dtype=np.float32)
-    store.append(keys, vectors)
-    store.close()
-    store.scan()
-    sent = pickle.dumps(DocumentVectors(store.matrix(keys[10:20]), range(10)))
-    assert len(sent) < 5_000
-    assert torch.equal(pickle.loads(sent)[[3]], torch.from_numpy(vectors[[13]]))
-
-
 def test_an_adapter_knows_what_it_is_for_without_the_rest_of_its_folder(args, tiny_model, colour_set):
     assert train(args("run", max_steps=2, eval_steps=0)) == 0
     bare = colour_set / "bare"
