@@ -416,6 +416,10 @@ def test_ranks_with_mixed_negatives_and_a_slow_one_do_the_same_steps(args, colou
         ({"query_chunk": 2}, "--query-chunk acts on --query-side-backward gradcache only"),
         ({"grad_cache_chunk": 2}, "--grad-cache-chunk acts on --query-side-backward gradcache only"),
         ({"chunk_tokens": 64}, "--chunk-tokens is about chunks of documents"),
+        (
+            {"query_side_backward": "gradcache", "query_chunk": 2, "grad_cache_chunk": 2},
+            "--grad-cache-chunk and --query-chunk both say how many queries a forward has; give one",
+        ),
         ({"test_jsonl": "x"}, "--test-jsonl needs --search-api-url"),
         ({"search_api_url": "http://127.0.0.1:9", "eval_steps": 0}, "--eval-steps 0 has none"),
         ({"plan": True}, "--plan knows --mode standard only"),
