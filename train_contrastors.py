@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from contrastors.resume import TrainState
     from contrastors.runlog import RunLog
     from contrastors.served_eval import ServedIndex
+    from contrastors.watch import Watch
 
 LOWER_IS_BETTER = ("loss",)
 ONE_AT_A_TIME = "chunks of one; use --gradient-checkpointing, or lower --max-num-visual-tokens or --max-query-tokens"
@@ -62,6 +64,7 @@ class Run:
 
     args: argparse.Namespace
     world: World
+    watch: Watch
     log: RunLog
     folder: Path
     processor: BiQwen3Processor
@@ -81,6 +84,15 @@ class Run:
     def scale(self) -> float:
         """1 / temperature now."""
         return 1 / self.logit_scale.temperature
+
+    def count_on(self, bar: Any, doing: str) -> Callable[[int], None]:
+        """Returns what long work calls with the number of things that are done."""
+
+        def count(number: int) -> None:
+            bar.update(number)
+            self.watch.sign(f"{doing} at step {self.state.step}")
+
+        return count
 
 
 # ------------------------------------------------------------------------------------------------------------- the step
@@ -190,7 +202,7 @@ def evaluate_run(run: Run) -> bool:
     with progress(total, "evaluating", run.world.is_main) as bar:
         result = evaluate(
             run.model, run.processor, run.eval_set, run.world, run.scale, args.eval_batch_size, args.num_workers,
-            args.max_image_pixels, lambda: run.stop.received, bar.update, run.eval_vectors,
+            args.max_image_pixels, lambda: run.stop.received, run.count_on(bar, "evaluation"), run.eval_vectors,
         )  # fmt: skip
     found = result.metrics
     if run.world.is_main:
@@ -228,7 +240,7 @@ def ask_service(run: Run) -> None:
     args, step, service = run.args, run.state.step, run.service
     options = args.eval_batch_size, args.num_workers, is_first_look(run), lambda: run.stop.received
     with progress(len(service.data.queries), "searching", run.world.is_main) as bar:
-        result = service.evaluate(run.model, run.processor, *options, bar.update)
+        result = service.evaluate(run.model, run.processor, *options, run.count_on(bar, "search"))
     if result.metrics:
         write_jsonl(run.folder / f"search_step{step}.jsonl", result.per_query)
         if not args.eval_only:
@@ -252,6 +264,7 @@ def save_run(run: Run) -> None:
     from contrastors.runlog import draw_curves, versions
 
     args, state = run.args, run.state
+    run.watch.sign(f"saving step {state.step}")
     if run.world.is_main:
         folder = run.folder / f"checkpoint-{state.step}"
         tables = {"base": state.base_metrics, "last evaluation": state.last_metrics}
@@ -357,7 +370,7 @@ def freeze_documents(run: Run) -> None:
     from contrastors.runlog import progress
 
     def stop_or_count(count: int) -> None:
-        bar.update(count)
+        told(count)
         if run.stop.received:  # every batch is kept, and the next start goes on from there
             raise Stopped(run.stop.received)
 
@@ -372,6 +385,7 @@ def freeze_documents(run: Run) -> None:
     options = run.world, args.eval_batch_size, args.num_workers, args.max_image_pixels
     started = time.perf_counter()
     with progress(sum(len(w.numbers) for w in wanted) // run.world.size, "documents", run.world.is_main) as bar:
+        told = run.count_on(bar, "embedding documents")
         frozen = freeze_documents(encoder, cache, wanted, *options, stop_or_count)
     run.log.say(
         f"documents: {frozen.num_embedded} of {frozen.num_documents} embedded by the base model in "
@@ -412,6 +426,7 @@ def train(run: Run) -> None:
                 saved_step = state.step
             if is_last:
                 break
+            run.watch.sign(f"step {state.step + 1}")
             started = time.perf_counter()
             batch = next(batches)
             waited_s = time.perf_counter() - started
@@ -491,7 +506,7 @@ def write_summary(run: Run) -> None:
         run.log.say(f"stopped by {name} after step {state.step}; --resume latest --output-dir {run.folder} goes on")
 
 
-def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path | None]:
+def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[Run, Any, Path | None]:
     """Returns the run, its training set (None for `--eval-only`) and the checkpoint that it continues."""
     from contrastors import distributed
     from contrastors.checkpoint import load_scale
@@ -535,7 +550,7 @@ def start_run(args: argparse.Namespace, typed: set[str]) -> tuple[Run, Any, Path
     if checkpoint is not None:
         load_scale(checkpoint, logit_scale)
     state = restore_state(args, saved, log)
-    run = Run(args, world, log, folder, processor, model, logit_scale, state, StopSignals(), eval_set)
+    run = Run(args, world, watch, log, folder, processor, model, logit_scale, state, StopSignals(), eval_set)
     run.chunking = recorded_chunking(args, saved)
     model.documents_by_base = args.mode != "standard"
     if args.search_api_url:
@@ -586,24 +601,27 @@ def work(args: argparse.Namespace, typed: set[str]) -> int:
 
     from contrastors import distributed
     from contrastors.loading import silence_libraries
+    from contrastors.watch import Watch
 
     silence_libraries()
     if args.report_to != "none" and importlib.util.find_spec(args.report_to) is None:
         raise ValueError(f"--report-to {args.report_to} needs its package: pip install '.[tracking]'")
-    run, train_data, checkpoint = start_run(args, typed)
-    try:
-        do(run, train_data, checkpoint)
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"rank {run.world.rank} is out of memory at step {run.state.step + 1}; lower --grad-cache-chunk (the batch "
-            "stays), --eval-batch-size or --max-num-visual-tokens"
-        ) from error
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise ValueError(
-            "a loader process was killed, most likely for memory or shared memory; use fewer --num-workers (0 works)"
-        ) from error
+    with Watch(int(os.environ.get("RANK", 0))) as watch:
+        run, train_data, checkpoint = start_run(args, typed, watch)
+        try:
+            do(run, train_data, checkpoint)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"rank {run.world.rank} is out of memory at step {run.state.step + 1}; lower --grad-cache-chunk (the "
+                "batch stays), --eval-batch-size or --max-num-visual-tokens"
+            ) from error
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise ValueError(
+                "a loader process was killed, most likely for memory or shared memory; use fewer --num-workers (0 "
+                "works)"
+            ) from error
     run.log.close()
     distributed.stop()
     if run.stop.agreed:

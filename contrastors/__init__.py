@@ -1,6 +1,6 @@
 """The library behind the scripts: flat modules, imports point down the floors.
 
-floor 0, no torch    records, images, validation, metrics, comparison, plots, runlog, cli, train_flags
+floor 0, no torch    records, images, validation, metrics, comparison, plots, runlog, cli, train_flags, watch
                      mining and search: corpus, negatives, search_api, served
                      the judge: vlm, vlm_messages, verdicts, candidates, reviews, report, demo_judge
                      publishing: shards, datacard, splits, sources, swift_rows

@@ -30,6 +30,7 @@ def first_cells(text: str) -> list[tuple[str, str]]:
 
 
 def codes(text: str) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"`([^`]+)`", text)
 
 

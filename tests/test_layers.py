@@ -21,7 +21,7 @@ FLOORS = {
     "shards": 0, "datacard": 0, "splits": 0, "sources": 0,
     "candidates": 0, "verdicts": 0, "vlm_messages": 0, "vlm": 0, "reviews": 0, "report": 0, "corpus": 0,
     "search_api": 0, "demo_judge": 0, "negatives": 0, "served": 0, "comparison": 0, "plots": 0, "swift_rows": 0,
-    "train_flags": 0,
+    "train_flags": 0, "watch": 0,
     # 1: torch
     "rand_state": 1, "distributed": 1, "logit_scale": 1, "pixels": 1, "index": 1,
     # 2

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import write_rows
+from tests.conftest import make_colour_set, write_rows
 from tests.runs import arguments, finish, largest_difference, losses, metrics, run, same_weights, start, train
 
 pytestmark = pytest.mark.dist
@@ -23,6 +23,19 @@ PATH = {
     "lora_dropout": 0.0, "grad_reduction": "mean", "max_steps": 20, "num_hard_negatives": 2, "lora_vit": True,
     "lr": 1e-3, "eval_steps": 20, "save_steps": 0, "sample_negatives": True, "max_grad_norm": 0.5,
 }  # fmt: skip
+
+
+# A run that three tests disturb in their ways; one xdist worker for all three, or each would make it anew.
+WHOLE = {"max_steps": 60, "eval_steps": 30}
+shares_whole = pytest.mark.xdist_group("whole")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, tmp_path_factory) -> Path:
+    folder = make_colour_set(tmp_path_factory.mktemp("whole"))
+    code, text = run(arguments(tiny_model, folder, folder / "run", **WHOLE, save_steps=0), 2)
+    assert code == 0, text[-3000:]
+    return folder / "run"
 
 
 @pytest.fixture
@@ -72,9 +85,9 @@ def test_another_number_of_ranks_resumes_with_the_same_rows_and_global_batch(arg
     assert "2 -> 1 ranks: --batch-size 4" in (colour_set / "run" / "train.log").read_text()
 
 
-def test_sigterm_to_one_rank_stops_all_after_the_step_and_the_run_resumes_bit_identically(args, colour_set):
-    flags = {"max_steps": 80, "eval_steps": 40, "save_steps": 0}
-    process = start(args("stopped", **flags), 2)
+@shares_whole
+def test_sigterm_to_one_rank_stops_all_after_the_step_and_the_run_resumes_bit_identically(args, colour_set, whole):
+    process = start(args("stopped", **WHOLE, save_steps=0), 2)
     wait_for_step(colour_set / "stopped", 3, process)
     workers_of(process)[1].send_signal(signal.SIGTERM)
     code, text = finish(process, 60)
@@ -82,9 +95,8 @@ def test_sigterm_to_one_rank_stops_all_after_the_step_and_the_run_resumes_bit_id
     (checkpoint,) = (colour_set / "stopped").glob("checkpoint-*")
     code, text = run(["--resume", str(checkpoint)], 2)
     assert code == 0, text[-3000:]
-    assert run(args("whole", **flags), 2)[0] == 0
-    assert metrics(colour_set / "whole") == metrics(colour_set / "stopped")
-    assert same_weights(colour_set / "whole" / "checkpoint-80", colour_set / "stopped" / "checkpoint-80")
+    assert metrics(whole) == metrics(colour_set / "stopped")
+    assert same_weights(whole / "checkpoint-60", colour_set / "stopped" / "checkpoint-60")
 
 
 def test_sigterm_to_the_launcher_saves_with_loader_workers_too(args, colour_set):
@@ -108,31 +120,30 @@ def test_a_killed_rank_ends_all_within_a_minute(args, colour_set):
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
 
 
-def test_restarts_after_a_dead_worker_end_with_the_weights_of_an_undisturbed_run(args, colour_set):
-    flags = {"max_steps": 60, "eval_steps": 0, "save_steps": 3, "resume": "latest"}
-    assert run(args("whole", **flags), 2)[0] == 0
-    process = start(args("restarted", **flags), 2, ["--standalone", "--max-restarts=3"])
+@shares_whole
+def test_restarts_after_a_dead_worker_end_with_the_weights_of_an_undisturbed_run(args, colour_set, whole):
+    process = start(args("restarted", **WHOLE, save_steps=3, resume="latest"), 2, ["--standalone", "--max-restarts=3"])
     wait_for_step(colour_set / "restarted", 7, process)
     workers_of(process)[1].kill()
     code, text = finish(process)
     assert code == 0, text[-3000:]
-    assert same_weights(colour_set / "whole" / "checkpoint-60", colour_set / "restarted" / "checkpoint-60")
-    assert metrics(colour_set / "whole") == metrics(colour_set / "restarted")
+    assert same_weights(whole / "checkpoint-60", colour_set / "restarted" / "checkpoint-60")
+    assert metrics(whole) == metrics(colour_set / "restarted")
 
 
-def test_two_agents_equal_one_agent_with_two_processes(args, colour_set):
-    flags = {"max_steps": 4, "eval_steps": 4, "save_steps": 0}
-    assert run(args("one_agent", **flags), 2)[0] == 0
+@shares_whole
+def test_two_agents_equal_one_agent_with_two_processes(args, colour_set, whole):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     rendezvous = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    flags = WHOLE | {"save_steps": 0}
     agents = [start(args("two_agents", **flags), 1, [*rendezvous, "--local-addr=127.0.0.1"]) for _ in range(2)]
     for agent in agents:
         code, text = finish(agent)
         assert code == 0, text[-3000:]
-    assert metrics(colour_set / "one_agent") == metrics(colour_set / "two_agents")
-    assert same_weights(colour_set / "one_agent" / "checkpoint-4", colour_set / "two_agents" / "checkpoint-4")
+    assert metrics(whole) == metrics(colour_set / "two_agents")
+    assert same_weights(whole / "checkpoint-60", colour_set / "two_agents" / "checkpoint-60")
 
 
 def test_thirteen_rows_a_damaged_image_and_a_rank_without_negatives_train_on(args, colour_set):
