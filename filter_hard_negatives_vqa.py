@@ -281,6 +281,17 @@ async def review_row(run: Run, record: Record, key: str) -> None:
     add_counts(run.counts, counts)
 
 
+async def look(path: str, found: dict[str, Any] | None) -> tuple[Document, dict[str, Any] | None]:
+    """Returns a file, and the earlier review of it unless another picture has its name by now.
+
+    A picture that is gone keeps its review: it was judged.
+    """
+    document = await asyncio.to_thread(load_document, path)
+    if found is not None and not document.content:
+        document = Document(path, found["content"])
+    return document, found if found is not None and found["content"] == document.content else None
+
+
 async def choose(
     run: Run,
     record: Record,
@@ -305,10 +316,8 @@ async def choose(
     args, row = run.args, record.data
     positive_paths = {run.resolver(path) for path in run.positives.of(row[QUERY])}
     if args.check_positive:
-        found = known.get(None)
-        if found is None:
-            document = await asyncio.to_thread(load_document, run.resolver(row[POSITIVE]))
-            found = await review(run, record, key, None, document)
+        document, found = await look(run.resolver(row[POSITIVE]), known.get(None))
+        found = found or await review(run, record, key, None, document)
         used.append(found)
         if found["verdict"] != CORRECT:
             outcomes = {REFUSED: "failed", UNREADABLE: "positive_unreadable"}
@@ -320,8 +329,8 @@ async def choose(
     for position, entry in enumerate(row[CANDIDATES]):
         if candidates["looked_at"] == args.candidate_k or num_kept == args.num_hard_negatives:
             break
-        found, path = known.get(position), run.resolver(entry["path"])
-        document = Document(path, found["content"]) if found else await asyncio.to_thread(load_document, path)
+        path = run.resolver(entry["path"])
+        document, found = await look(path, known.get(position))
         if path in positive_paths or document.content in positives:
             candidates["known_positives"] += 1
         elif (document.content or path) in seen:

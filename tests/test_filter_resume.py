@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from contrastors.reviews import Journal
 from tests.conftest import write_rows
@@ -181,6 +182,31 @@ def test_mended_file_is_looked_at_by_resume(colour_set: Path):
         (colour_set / "away.png").rename(colour_set / "c03.png")
         assert run(source, server, resume=True) == 0
     assert file_bytes(colour_set) == file_bytes(colour_set, "calm")
+
+
+@pytest.mark.parametrize("check_positive", [False, True])
+def test_another_picture_under_an_old_name_is_asked_about_anew(colour_set: Path, check_positive: bool):
+    source, flags = many_rows(colour_set, 12), {"check_positive": True} if check_positive else {}
+    with JudgeServer(mixed) as server:
+        assert run(source, server, limit=8, **flags) == 0
+        Image.new("RGB", (40, 40), (9, 99, 199)).save(colour_set / "c05.png")
+        first = server.num_calls
+        assert run(source, server, resume=True, **flags) == 0
+        resumed = server.num_calls - first
+        assert run(source, server, colour_set / "calm.jsonl", **flags) == 0
+        assert resumed < server.num_calls - first - resumed  # what did not change was not asked about again
+    assert file_bytes(colour_set) == file_bytes(colour_set, "calm")
+
+
+def test_a_picture_that_is_gone_keeps_its_review(colour_set: Path):
+    source = many_rows(colour_set, 3)
+    with JudgeServer(mixed) as server:
+        assert run(source, server, limit=2) == 0
+        before = rows_of(colour_set / "out.reviews.jsonl")
+        gone = next(review for review in before if review["row_index"] == 0)
+        (colour_set / gone["path"]).unlink()
+        run(source, server, resume=True, max_bad_fraction=1)
+    assert gone in rows_of(colour_set / "out.reviews.jsonl")
 
 
 def test_positive_that_vanished_takes_its_row_along(colour_set: Path):
