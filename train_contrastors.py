@@ -503,7 +503,10 @@ def write_summary(run: Run) -> None:
         run.log.say(f"queries cut at --max-query-tokens {run.args.max_query_tokens}: {state.num_truncated}")
     if run.stop.agreed:
         name = signal.Signals(run.stop.agreed).name
-        run.log.say(f"stopped by {name} after step {state.step}; --resume latest --output-dir {run.folder} goes on")
+        way_on = f"--resume latest --output-dir {run.folder} goes on"
+        if state.step == 0:  # no checkpoint holds the flags
+            way_on = "the same command with --resume latest begins anew"
+        run.log.say(f"stopped by {name} after step {state.step}; {way_on}")
 
 
 def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[Run, Any, Path | None]:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from contrastors.loss import ColumnMask, LossOutput, clip_loss
 from contrastors.processing import BiQwen3Processor, Inputs, Item
 
 LARGEST_OFF_UNIT = 1e-3  # of the length of an embedding that was stored in fp32
+LONGEST_SOCKET_FOLDER = 107 - len("/listener-12345678")  # Linux: 107 bytes for the name of a socket
 LOADER_TIMEOUT_S = 1800  # a batch that storage does not give in half an hour never comes
 
 
@@ -235,11 +237,27 @@ def leave_signals_to_the_rank(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+def _check_sockets() -> None:
+    """Refuses a folder of temporary files in which workers cannot open sockets: their batches would never arrive.
+
+    Raises:
+        ValueError: The name of the folder is too long.
+    """
+    folder = get_temp_dir()
+    if torch.multiprocessing.get_sharing_strategy() == "file_descriptor" and len(folder) > LONGEST_SOCKET_FOLDER:
+        raise ValueError(
+            f"{folder}: the name of this folder is too long for the sockets of loader processes; set TMPDIR to a "
+            "shorter one (TMPDIR=/tmp), or use --num-workers 0"
+        )
+
+
 def _take_all(dataset: Dataset, num_workers: int, device: torch.device, options: dict[str, Any]) -> Iterator[Any]:
     """Yields what a loader gives; none of its workers outlives it, whatever they hang in.
 
     They ignore SIGTERM, all that torch sends to one that does not end, and Python waits for its children at exit.
     """
+    if num_workers:
+        _check_sockets()
     others = multiprocessing.active_children()
     loader = DataLoader(
         dataset,

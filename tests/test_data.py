@@ -20,7 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from contrastors.batches import BatchFailure, ItemDataset, StepDataset, load_batches, load_items
+from contrastors.batches import (
+    LONGEST_SOCKET_FOLDER,
+    BatchFailure,
+    ItemDataset,
+    StepDataset,
+    load_batches,
+    load_items,
+)
 from contrastors.data import BatchOrder, DocumentTable, build_training_set, validate_images
 from contrastors.distributed import World
 from contrastors.images import MAX_IMAGE_PIXELS, open_image
@@ -488,6 +495,21 @@ def test_a_signal_while_a_batch_is_awaited_ends_the_process_with_its_own_code():
     out, err = process.communicate(timeout=90)
     assert process.returncode == 128 + signal.SIGTERM, err.decode()[-2000:]
     assert b"Error" not in err
+
+
+@pytest.mark.parametrize(("num_more", "code"), [(0, 0), (1, 1)])
+def test_a_name_too_long_for_sockets_of_workers_is_told_and_the_longest_works(tmp_path_factory, num_more, code):
+    """Beyond it the worker's thread that sends batches dies alone, and the rank would wait for half an hour."""
+    folder = tmp_path_factory.mktemp("long")
+    length = LONGEST_SOCKET_FOLDER - len("/pymp-12345678") + num_more
+    folder /= "x" * (length - len(str(folder)) - 1)
+    folder.mkdir()
+    whole = WAITING.replace("range(99)", "range(3)")
+    command, environment = [sys.executable, "-c", whole], os.environ | {"TMPDIR": str(folder)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stderr[-2000:]
+    assert done.stdout.count("batch") == (0 if code else 3)
+    assert ("set TMPDIR to a shorter one" in done.stderr) == bool(code) and "Traceback" not in done.stderr
 
 
 # --- validation ---

@@ -70,7 +70,7 @@ def off(table: dict[str, tuple[str, str]]) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_the_demo_s_model_and_tiles_pass_with_two_processes_and_nothing_is_left_behind(tmp_path):
+def test_the_demo_s_model_and_tiles_pass_with_two_processes_and_nothing_is_left_behind(tmp_path, tmp_path_factory):
     from contrastors.demo import make_data, make_model
 
     make_data(tmp_path / "data", seed=5)
@@ -79,12 +79,11 @@ def test_the_demo_s_model_and_tiles_pass_with_two_processes_and_nothing_is_left_
     for number, row in enumerate(rows):  # every third row lists no negatives, another one too few
         row["neg_chunk_paths"] = [rows[(number + k) % 24]["chunk_path"] for k in range(1, 1 + number % 3)]
     data = write_rows(tmp_path / "data/train_hn.jsonl", rows)
-    before = sorted(tmp_path.rglob("*"))
-    (tmp_path / "temporary").mkdir()
+    before, temporary = sorted(tmp_path.rglob("*")), tmp_path_factory.mktemp("t")
     argv = flags(tmp_path / "model", data, "--num-hard-negatives", "2", "--num-workers", "2")
     argv += ["--processes-timeout-s", "300"]  # a hang is told before this test ends it; 24 s alone, 240 s at load 10
     command = [sys.executable, "-m", "contrastors.doctor", *argv]
-    places = environment(TMPDIR=str(tmp_path / "temporary"))
+    places = environment(TMPDIR=str(temporary))
     done = subprocess.run(command, cwd=ROOT, env=places, capture_output=True, text=True, timeout=900)
     table = read_table(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -99,8 +98,7 @@ def test_the_demo_s_model_and_tiles_pass_with_two_processes_and_nothing_is_left_
     assert table["gradient arrives"][1] == "64 of 64 LoRA tensors"
     for name in ("loader", "step, without optimizer"):
         assert float(re.search(r"([\d.]+) tiles/s", table[name][1])[1]) > 0
-    assert not list((tmp_path / "temporary").iterdir())
-    (tmp_path / "temporary").rmdir()
+    assert not list(temporary.iterdir())
     assert sorted(tmp_path.rglob("*")) == before
 
 

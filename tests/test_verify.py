@@ -185,6 +185,22 @@ def test_limits_come_from_the_adapter_and_must_agree(trained: Path, tiny_model: 
     assert verify(trained, trained / "run" / "checkpoint-4", other, max_num_visual_tokens=16) == 0
 
 
+def test_a_folder_given_twice_and_an_adapter_that_names_no_base_are_refused(trained: Path, tmp_path: Path, capsys):
+    adapter = trained / "run" / "checkpoint-4"
+    assert verify(trained, adapter, adapter) == 2
+    assert "is given twice" in capsys.readouterr().err
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(adapter / name, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    assert verify(trained, tmp_path) == 1
+    assert f"{tmp_path} does not name its base model; give --model" in capsys.readouterr().err
+    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "adapter_config.json").unlink()
+    assert verify(trained, tmp_path) == 1
+    assert "adapter_config.json is missing, so this is no adapter" in capsys.readouterr().err
+
+
 def test_existing_results_are_kept(trained: Path, capsys):
     from verify_embeddings import main
 
@@ -343,6 +359,9 @@ def test_plain_transformers_gives_the_same_vectors(encoder, probes: Probes, tiny
 def test_a_processor_that_cuts_pixels_is_caught(trained: Path, capsys, monkeypatch):
     from contrastors.processing import BiQwen3Processor
 
+    assert verify(trained, trained / "run" / "checkpoint-4", against_official=True) == 0
+    assert max(report(trained)["against_official"].values()) < 1e-6
+    assert "plain transformers: documents differ by a cosine deviation of at most" in capsys.readouterr().out
     encode = BiQwen3Processor.encode_document
     monkeypatch.setattr(BiQwen3Processor, "encode_document", lambda self, image: encode(self, image.rotate(90)))
     refuse_words = ("--against-official", "documents differ from plain transformers")
