@@ -3,7 +3,7 @@
 Reads JSONL with query, chunk_path and neg_chunk_paths; writes rows with messages, positive_messages, positive_images,
 negative_messages and negative_images, and OUTPUT.stats.json.
 
-    python convert_data_for_swift.py --input train_hn.jsonl --output train_hn_swift.jsonl --num-hard-negatives 3
+    python convert_data_for_swift.py --input train_hn.jsonl --output train_hn_swift.jsonl --num-hard-negatives 2
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuses outputs that exist or would replace the input."""
     if os.path.realpath(args.output) == os.path.realpath(args.input):
         parser.error("--output is --input; choose another")
-    if os.path.exists(args.output) and not args.overwrite:
-        parser.error(f"{args.output} exists; use --overwrite or another --output")
 
 
 def load_rows(args: argparse.Namespace) -> TrainingSet:
@@ -157,6 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     validate(parser, args)
 
     def work() -> int:
+        if os.path.exists(args.output) and not args.overwrite:
+            raise ValueError(f"{args.output} exists; use --overwrite or another --output")
         stats = convert(args)
         print(f"{args.output}: {', '.join(f'{name} {count}' for name, count in stats.items())}")
         return 0

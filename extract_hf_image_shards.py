@@ -49,6 +49,8 @@ def find_shards(folder: Path) -> list[str]:
     """
     found = sorted(f"{SHARDS}/{path.name}" for path in (folder / SHARDS).glob("*.tar"))
     if not found:
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: no such folder")
         raise ValueError(f"{folder}: nothing to extract, {SHARDS}/ holds no .tar; is this the downloaded data set?")
     checksums = read_checksums(folder)
     if unlisted := set(found) - set(checksums):

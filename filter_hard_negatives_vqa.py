@@ -50,6 +50,7 @@ from contrastors.records import (
 )
 from contrastors.report import MAX_ROWS, write_report
 from contrastors.reviews import (
+    BAD_FRACTION_HELP,
     KEPT,
     NOT_JUDGED,
     PARENT_VARIABLE,
@@ -89,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--check-positive", action=argparse.BooleanOptionalAction, default=False,
         help="ask the same of the positive, skip rows whose positive does not answer",
     )  # fmt: skip
-    add_image_flags(data)
+    add_image_flags(data, BAD_FRACTION_HELP)
     model = parser.add_argument_group("model")
     model.add_argument("--model", default="gpt-4.1-mini", help="model that answers")
     model.add_argument("--judge-model", help="model that judges the answers (default: --model)")
@@ -126,6 +127,8 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     args.reviews_output = args.reviews_output or f"{stem}.reviews.jsonl"
     args.summary_output = args.summary_output or f"{stem}.summary.json"
     args.bad_rows_output = f"{stem}.bad_rows.jsonl"
+    if args.base_url == "":  # of a shell variable or file that holds none: pictures must not go to another server
+        parser.error("--base-url is empty; give the address of the server, or leave it out")
     args.base_url = args.base_url or os.environ.get("OPENAI_BASE_URL") or DEFAULT_BASE_URL
     if not args.base_url.startswith(("http://", "https://")):
         parser.error(f"--base-url {args.base_url} must start with http:// or https://")
@@ -219,7 +222,7 @@ async def review(run: Run, record: Record, key: str, position: int | None, docum
         try:
             found = await run.judge.judge(row[QUERY], document.data)
         except BadImage as error:
-            verdict, reason = UNREADABLE, f"{document.path}: {error}"
+            verdict, reason = UNREADABLE, str(error)
         except RequestFailed as error:
             error.path = document.path
             raise
@@ -356,14 +359,12 @@ async def work(run: Run, rows: Iterator[tuple[Record, str]], bar: Any) -> None:
         await asyncio.sleep(0)
 
 
-async def renew_summary(run: Run, stop: Callable[[int], None], quiet: bool) -> None:
-    """Renews the summary every second, says how far it is, and stops where the chunk runner is gone."""
+async def renew_summary(run: Run, stop: Callable[[int], None]) -> None:
+    """Renews the summary every second, and stops where the chunk runner is gone."""
     runner = os.environ.get(PARENT_VARIABLE, str(os.getppid()))
-    for second in itertools.count(1):
+    while True:
         await asyncio.sleep(1)
         run.write_summary()
-        if second % 30 == 0 and not quiet:
-            print(f"{run.counts['num_rows_done']} of {run.num_rows} rows", flush=True)
         if runner != str(os.getppid()):
             stop(signal.SIGTERM)
 
@@ -384,7 +385,7 @@ async def review_rows(run: Run) -> int:
         task.cancel()
 
     task = asyncio.create_task(all_rows())
-    renewer = asyncio.create_task(renew_summary(run, stop, quiet=not bar.disable))
+    renewer = asyncio.create_task(renew_summary(run, stop))
     loop, handlers = asyncio.get_running_loop(), {}
     for number in (signal.SIGINT, signal.SIGTERM):
         handlers[number] = signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(stop, number))
@@ -450,7 +451,7 @@ def finish(run: Run) -> int:
     assert num_written == run.counts["num_rows_written"], (num_written, run.counts)
     show(run)
     report = Path(args.bad_rows_output)
-    error = check_lost_rows(args.input, run.bad_rows, run.num_rows, args.max_bad_fraction, report)
+    error = check_lost_rows(args.input, run.bad_rows, run.num_rows, args.max_bad_fraction, report, "--resume")
     run.write_summary(completed=error is None)
     skipped = ", ".join(f"{count} {name}" for name, count in run.counts["skip_reasons"].items() if count)
     print(

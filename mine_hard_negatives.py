@@ -370,9 +370,13 @@ def write_output(args: argparse.Namespace, data: MiningData, found: Any, stats: 
         f"{counts['positive_retrieved']} rows find their positive among the first {args.n_docs}"
     )
     if counts["with_too_few_negatives"]:
+        num_dropped = funnel[f"dropped_by_{args.filter_mode}"]
+        advice = "raise --n-docs, or use a larger corpus"
+        if num_dropped:
+            advice = f"--filter-mode {args.filter_mode} dropped {num_dropped} candidates; look at --margin, or {advice}"
         say(
             f"{counts['with_too_few_negatives']} rows have fewer than {args.num_negatives} negatives "
-            f"({counts['without_negatives']} none): raise --n-docs, or use a larger corpus"
+            f"({counts['without_negatives']} none): {advice}"
         )
     if counts["unfiltered"]:
         say(f"{counts['unfiltered']} rows are unfiltered: --filter-mode {args.filter_mode} knows too little of them")

@@ -59,6 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
 def validate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuses an input that is none, and an output inside the input or around it."""
     source, output = os.path.realpath(args.source_dir), os.path.realpath(args.output_dir)
+    if not os.path.isdir(source):
+        parser.error(f"--source-dir {args.source_dir}: no such folder")
     if not os.path.isdir(os.path.join(source, IMAGES)):
         parser.error(f"--source-dir {args.source_dir}: holds no {IMAGES}/ (prepare_hf_dataset.py makes one)")
     if os.path.commonpath([source, output]) in (source, output):
@@ -164,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         with folder_output(args.output_dir, args.overwrite, marker=SHARD_SUMMARY) as folder:
             summary = package(Path(args.source_dir), folder, args)
         print(
-            f"{args.output_dir}: {summary['num_images']} images in {summary['num_shards']} shards, "
+            f"{args.output_dir}: {summary['num_images']} images, number of shards {summary['num_shards']}, "
             f"{summary['num_bytes'] / 1e6:.1f} MB"
         )
         return 0

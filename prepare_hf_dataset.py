@@ -25,6 +25,9 @@ from contrastors.sources import Exporter, Source, read_source, skip_bad_rows
 from contrastors.splits import SPLITS, draw_splits, group_rows, own_documents
 from contrastors.validation import FactCache, ImageFact, check_images
 
+# What mining and filtering leave beside their rows.
+BY_PRODUCTS = (".reviews.jsonl", ".bad_rows.jsonl", ".bad_corpus.jsonl", ".hits.jsonl", "candidate_reviews.jsonl")
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the command line."""
@@ -87,6 +90,7 @@ def find_files(folder: Path, make_split: bool) -> dict[str, Path]:
         if files:
             found[split] = files[0]
     others = sorted(folder.glob("[!.]*.jsonl")) if make_split and not found else []
+    others = [file for file in others if not file.name.endswith(BY_PRODUCTS)]
     if len(others) > 1:
         names = ", ".join(file.name for file in others)
         raise ValueError(f"{folder}: which of {names} holds the rows? Leave one, or name it train.jsonl")
@@ -115,6 +119,16 @@ def make_split(sources: list[Source], facts: dict[str, ImageFact], args: argpars
     for (source, index), split in zip(rows, drawn, strict=True):
         source.splits[index] = split
     return own_documents(drawn, [[facts[path].content for path in s.paths[index]] for s, index in rows])
+
+
+def shared_positives(sources: list[Source], facts: dict[str, ImageFact]) -> int:
+    """Returns the number of documents that are positives of more than one split: a test on them shows little."""
+    splits: dict[str, set[str]] = {}
+    for source in sources:
+        for index, split in enumerate(source.splits):
+            if split:
+                splits.setdefault(facts[source.paths[index][0]].content, set()).add(split)
+    return sum(len(found) > 1 for found in splits.values())
 
 
 def place_images(used: dict[str, str], folder: Path, link_mode: str) -> Counter[str]:
@@ -153,6 +167,8 @@ def export(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for source in sources:
         skip_bad_rows(source, facts, args.output_dir, args.max_bad_fraction)
     exporter = Exporter(names, facts, make_split(sources, facts, args) if args.make_split else {})
+    if num_shared := shared_positives(sources, facts):
+        print(f"note: {num_shared} positives stand in more than one split; --make-split keeps documents apart")
     drawn = {split for source in sources for split in source.splits}
     num_rows = {
         split: write_jsonl(folder / f"{split}.jsonl", exporter.rows(sources, split))

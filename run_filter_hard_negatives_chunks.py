@@ -43,6 +43,7 @@ from contrastors.records import (
 )
 from contrastors.report import MAX_ROWS, write_report
 from contrastors.reviews import (
+    BAD_FRACTION_HELP,
     PARENT_VARIABLE,
     add_counts,
     check_lost_rows,
@@ -75,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--parallel-chunks", type=positive_int, default=1, help="chunks at work at once")
     parser.add_argument("--skip-existing", action="store_true", help="go on: finished chunks are left, others resumed")
     parser.add_argument("--overwrite", action="store_true", help="remove existing chunks and start anew")
-    add_image_flags(parser)
+    add_image_flags(parser, BAD_FRACTION_HELP)
     return parser
 
 
@@ -208,7 +209,9 @@ def run_chunks(args: argparse.Namespace, plan: Plan, filter_flags: list[str]) ->
             for folder, code in ended.items():
                 del running[folder]
                 if code:
-                    print(f"{folder.name}: the filter ended with code {code}; --skip-existing goes on", file=sys.stderr)
+                    way_on = "" if code in (130, 143) else "once that is mended, "
+                    way_on += "--skip-existing goes on"
+                    print(f"{folder.name}: the filter ended with code {code}; {way_on}", file=sys.stderr)
                     return code if code in (2, 130, 143) else 1
     finally:
         for process in running.values():
@@ -250,7 +253,8 @@ def merge(args: argparse.Namespace, plan: Plan) -> int:
     settings = summary["settings"]
     rows = merged_rows(plan, digest)
     write_results(rows, plan.resolver, output_dir / OUTPUT, output_dir / REVIEWS, settings["num_hard_negatives"])
-    error = check_lost_rows(args.input, lost, len(plan.lines), args.max_bad_fraction, output_dir / BAD_ROWS)
+    report = output_dir / BAD_ROWS
+    error = check_lost_rows(args.input, lost, len(plan.lines), args.max_bad_fraction, report, "--skip-existing")
     merged = make_summary(counts, settings, digest.hexdigest(), completed=error is None)
     write_text(output_dir / SUMMARY, dump_json(merged, indent=2) + "\n")
     show(args, plan, settings["num_hard_negatives"])

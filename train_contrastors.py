@@ -23,7 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contrastors.cli import Stopped, StopSignals, make_parser, require_transformers, run_script, typed_flags
+from contrastors.cli import (
+    Stopped,
+    StopSignals,
+    make_parser,
+    require_model_folder,
+    require_transformers,
+    run_script,
+    typed_flags,
+)
 from contrastors.metrics import HEADLINES
 from contrastors.records import dump_json, write_jsonl, write_text
 from contrastors.train_flags import add_training_flags, validate
@@ -389,7 +397,7 @@ def freeze_documents(run: Run) -> None:
         frozen = freeze_documents(encoder, cache, wanted, *options, stop_or_count)
     run.log.say(
         f"documents: {frozen.num_embedded} of {frozen.num_documents} embedded by the base model in "
-        f"{time.perf_counter() - started:.1f} s, the others read from {frozen.folder}"
+        f"{time.perf_counter() - started:.1f} s, kept in {frozen.folder}"
     )
     if run.train_set is not None:
         run.train_set.vectors = frozen.vectors[0]
@@ -406,7 +414,7 @@ def train(run: Run) -> None:
     args, state, log = run.args, run.state, run.log
     batches = load_batches(run.train_set, state.step, args.max_steps, args.num_workers, run.world.device)
     saved_step, first_step = state.step, state.step + 1
-    with progress(args.max_steps, "training", run.world.is_main) as bar:
+    with progress(args.max_steps, "training", run.world.is_main, in_logs=False) as bar:
         bar.update(state.step)
         while True:
             is_last, is_best = state.step == args.max_steps or bool(run.stop.agreed), False
@@ -509,6 +517,48 @@ def write_summary(run: Run) -> None:
         run.log.say(f"stopped by {name} after step {state.step}; {way_on}")
 
 
+def check_start(args: argparse.Namespace, world: World, checkpoint: Path | None) -> None:
+    """Finds what would stop the run later: before every image is looked at, which may take long. Collective."""
+    from contrastors.distributed import gather_objects
+    from contrastors.run_folder import check_output_folder, find_results
+
+    folder = Path(args.output_dir)
+    found = gather_objects(str(checkpoint))
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"ranks found different checkpoints ({', '.join(sorted(set(found)))}); all must see one folder"
+        )
+    require_model_folder(args.model)
+    if args.attn_implementation == "flash_attention_2" and world.device.type != "cuda":
+        raise ValueError(f"--attn-implementation flash_attention_2 needs cuda; this is {world.device}")
+    if not world.is_main:
+        return
+    check_output_folder(folder)
+    if not args.overwrite and (args.eval_only or not args.resume):
+        if held := find_results(folder, args.eval_only):
+            instead = "--overwrite" if args.eval_only else "--resume latest, --overwrite"
+            raise ValueError(f"{held[0]} exists; use {instead} or another --output-dir")
+
+
+def take_state(args: argparse.Namespace, saved: dict[str, Any], world: World, log: RunLog, data: Any) -> TrainState:
+    """Returns the state to go on from; base model and rows must be those that it stands for. Collective."""
+    from contrastors.data import digest_rows
+    from contrastors.distributed import from_main
+    from contrastors.loading import hash_file, identify_weights
+    from contrastors.resume import check_origin, restore_state
+
+    state = restore_state(args, saved, log)
+    origin = None
+    if world.is_main:
+        rows = (hash_file(args.train_jsonl), digest_rows(data)) if data is not None else ("", "")
+        origin = (identify_weights(args.model), *rows)
+    for note in check_origin(args, state, *from_main(origin)):
+        log.say(f"changed on resume: {note}")
+    if saved and state.step == args.max_steps and not args.eval_only:
+        log.say(f"step {state.step} of {args.max_steps} is done; for more: --max-steps N --allow-changed-args")
+    return state
+
+
 def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[Run, Any, Path | None]:
     """Returns the run, its training set (None for `--eval-only`) and the checkpoint that it continues."""
     from contrastors import distributed
@@ -516,8 +566,7 @@ def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[
     from contrastors.datasets import load_data
     from contrastors.loading import load_bi_encoder
     from contrastors.logit_scale import LogitScale
-    from contrastors.resume import locate_checkpoint, recorded_chunking, restore_state, take_flags
-    from contrastors.run_folder import find_results
+    from contrastors.resume import locate_checkpoint, recorded_chunking, take_flags
     from contrastors.runlog import RunLog
     from contrastors.served_eval import ServedIndex
 
@@ -526,33 +575,19 @@ def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[
         notes += take_flags(args, typed, checkpoint, saved, int(os.environ.get("WORLD_SIZE", 1)))
     if args.resume:
         validate(build_parser(), args, typed)
-    folder = Path(args.output_dir)
     world = distributed.start(args.device)
-    found = distributed.gather_objects(str(checkpoint))
-    if len(set(found)) > 1:
-        raise ValueError(
-            f"ranks found different checkpoints ({', '.join(sorted(set(found)))}); all must see one folder"
-        )
-    if world.is_main and not args.overwrite and (args.eval_only or not args.resume):
-        if held := find_results(folder, args.eval_only):
-            instead = "--overwrite" if args.eval_only else "--resume latest, --overwrite"
-            raise ValueError(f"{held[0]} exists; use {instead} or another --output-dir")
+    check_start(args, world, checkpoint)
+    folder = Path(args.output_dir)
     log = RunLog(folder, world.is_main)
     for note in notes:
         log.say(note)
     train_data, eval_set = load_data(args, world, log, folder)
-    model, processor = load_bi_encoder(
-        args.model,
-        world.device,
-        args.dtype,
-        args.attn_implementation,
-        args.max_num_visual_tokens,
-        args.max_query_tokens,
-    )
+    limits = args.max_num_visual_tokens, args.max_query_tokens
+    model, processor = load_bi_encoder(args.model, world.device, args.dtype, args.attn_implementation, *limits)
     logit_scale = LogitScale(args.temperature).to(world.device)
     if checkpoint is not None:
         load_scale(checkpoint, logit_scale)
-    state = restore_state(args, saved, log)
+    state = take_state(args, saved, world, log, train_data)
     run = Run(args, world, watch, log, folder, processor, model, logit_scale, state, StopSignals(), eval_set)
     run.chunking = recorded_chunking(args, saved)
     model.documents_by_base = args.mode != "standard"

@@ -3,7 +3,7 @@
 Reads rows of convert_data_for_swift.py; swift writes OUTPUT_DIR/vN-TIME/checkpoint-N, this script an adapter for all
 other scripts beside the last and the best of them, checkpoint-N-biqwen3.
 
-  python train_swift.py --train-jsonl train_hn_swift.jsonl --eval-jsonl eval_swift.jsonl --num-hard-negatives 3
+  python train_swift.py --train-jsonl train_hn_swift.jsonl --eval-jsonl eval_swift.jsonl --num-hard-negatives 2
   python train_swift.py --resume training/output_swift/v0-20260101-120000/checkpoint-300 --nproc-per-node 4
   python train_swift.py --remap training/output_swift/v0-20260101-120000/checkpoint-300
 """
@@ -26,6 +26,7 @@ from contrastors.cli import (
     natural_int,
     positive_float,
     positive_int,
+    require_model_folder,
     run_script,
     typed_flags,
 )
@@ -39,6 +40,12 @@ TESTED = "4.6.0"  # of ms-swift
 INSTALL = "pip install -r requirements-swift.txt"
 MIN_TEMPERATURE = 0.01  # as in LogitScale, which keeps the temperature for the other scripts
 REMAP_FLAGS = {"remap", "model", "device", "dtype", "overwrite"}
+# What may differ from the checkpoint of --resume. The rest could not act, or would make it another training: swift goes
+# on with the optimizer, the schedule and the adapter that it finds there.
+FREE_ON_RESUME = {
+    "model", "train_jsonl", "eval_jsonl", "num_workers", "max_steps", "eval_steps", "save_steps", "save_total_limit",
+    "logging_steps", "report_to", "deepspeed",
+}  # fmt: skip
 _IS_CHECKED = "TRAIN_SWIFT_IS_CHECKED"  # set for the ranks once their parent has looked at the data
 
 
@@ -189,6 +196,19 @@ def refuse_own_code(model: str) -> None:
     ModelLoader.default_trust_remote_code = False
 
 
+def refuse_other_slots(template: Any, processor: BiQwen3Processor) -> None:
+    """Stops at a checkpoint whose image slots swift would not find: it knows Qwen's own number of that token alone.
+
+    Raises:
+        ValueError: The checkpoint has another one, as the demo's has.
+    """
+    if template.image_token_id != processor.image_token_id:
+        raise ValueError(
+            f"swift takes token {template.image_token_id} for an image slot, in this checkpoint it is "
+            f"{processor.image_token_id}: swift trains models with Qwen's vocabulary only (the demo's has its own)"
+        )
+
+
 def swift_arguments(args: argparse.Namespace, processor: BiQwen3Processor) -> dict[str, Any]:
     """Returns what swift is called with; whatever differs from its defaults for a reason of ours has it beside it."""
     import torch
@@ -242,6 +262,7 @@ def train(args: argparse.Namespace) -> list[Path]:
         del os.environ[name]  # a left-over of somebody's shell would change the loss
     from contrastors.processing import BiQwen3Processor
 
+    require_model_folder(args.model)
     processor = BiQwen3Processor.from_pretrained(args.model, args.max_num_visual_tokens)
     from swift.arguments import SftArguments
     from swift.pipelines import sft_main
@@ -251,6 +272,7 @@ def train(args: argparse.Namespace) -> list[Path]:
     if swift_args.rank <= 0:
         template = swift_args.get_template()
         template.set_mode("train")
+        refuse_other_slots(template, processor)
         for sentence in compare_tokens(read_swift_rows(args.train_jsonl, 0)[0], template, processor):
             print(f"warning: {sentence}")
     result = sft_main(swift_args)
@@ -270,15 +292,26 @@ def leave_ranks() -> bool:
     return is_main
 
 
-def restore_flags(args: argparse.Namespace, typed: set[str]) -> None:
-    """Fills every flag that was not typed from the checkpoint of `--resume`."""
-    from contrastors.swift import read_flags
+def restore_flags(args: argparse.Namespace, typed: set[str]) -> bool:
+    """Fills every flag that was not typed from the checkpoint of `--resume`; returns whether steps are left to do.
+
+    Raises:
+        ValueError: A typed flag differs and could not act.
+    """
+    from contrastors.swift import read_flags, read_step
 
     args.resume = os.path.abspath(args.resume)
-    run_folder = os.path.dirname(args.resume)
-    for name, value in ({"output_dir": os.path.dirname(run_folder)} | read_flags(args.resume)).items():
+    saved = read_flags(args.resume)
+    for name in sorted(typed & saved.keys() - FREE_ON_RESUME):
+        if getattr(args, name) != saved[name]:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} (checkpoint: {saved[name]}): swift goes on with the "
+                "optimizer, schedule and adapter of the checkpoint; leave it out, or start a new run"
+            )
+    for name, value in ({"output_dir": os.path.dirname(os.path.dirname(args.resume))} | saved).items():
         if name not in typed:
             setattr(args, name, value)
+    return read_step(Path(args.resume)) < args.max_steps
 
 
 def restart_on_ranks(num_ranks: int, argv: list[str]) -> None:
@@ -294,15 +327,19 @@ def remap(args: argparse.Namespace, checkpoints: list[Path], model: str | None) 
     import torch
 
     from contrastors.distributed import pick_device
-    from contrastors.swift import remap_adapter
+    from contrastors.swift import remap_adapter, remapped_folder
 
     gc.collect()  # the trained model, before the base model is loaded again
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     for checkpoint in checkpoints:
+        folder = remapped_folder(checkpoint)
+        if folder.exists() and not args.remap:  # the best so far may be one of before --resume
+            print(f"{folder} exists and is kept")
+            continue
         made = remap_adapter(checkpoint, model, pick_device(args.device), args.dtype, args.overwrite)
         print(f"{made.folder}: {made.num_tensors} tensors, every key matches and embeddings change")
-    print(f"next: python verify_embeddings.py --adapter {made.folder} --eval-jsonl FILE")
+    print(f"next: python verify_embeddings.py --adapter {folder} --eval-jsonl FILE")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -322,8 +359,9 @@ def main(argv: list[str] | None = None) -> int:
             remap(args, [Path(args.remap).absolute()], args.model if "model" in typed else None)
             return 0
         require_swift()
-        if args.resume:
-            restore_flags(args, typed)
+        if args.resume and not restore_flags(args, typed):
+            print(f"{args.resume} is complete: it has done all of --max-steps {args.max_steps}")
+            return 0
         if _IS_CHECKED not in os.environ:
             check_data(args)
         if args.nproc_per_node > 1 and "LOCAL_RANK" not in os.environ:

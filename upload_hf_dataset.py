@@ -186,7 +186,8 @@ def main(argv: list[str] | None = None) -> int:
         api = HfApi()
 
         def account() -> str:
-            return retry(api.whoami, "ask for the account's name", args.max_retries, args.retry_wait_s)["name"]
+            what = "ask the hub for the account's name (--repo-id USER/NAME needs none)"
+            return retry(api.whoami, what, args.max_retries, args.retry_wait_s)["name"]
 
         repo_id = name_repository(args.repo_id, folder, account)
         print(describe(folder, files, repo_id, args), flush=True)

@@ -225,9 +225,11 @@ def measure_adapter(run: Verification, folder: str, base: Measured) -> Measured:
 
     from contrastors.checkpoint import load_adapter, read_back, read_temperature
     from contrastors.gates import check_effect
+    from contrastors.loading import check_base_weights
 
     load_adapter(run.model, folder, trainable=False)
     read_back(run.model, folder, must_have_moved=True)
+    check_base_weights(folder, run.args.model)
     run.model.eval()
     no_effect = check_effect(run.base_vectors, run.probe_vectors())
     if no_effect:

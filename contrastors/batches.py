@@ -128,6 +128,10 @@ class BatchFailure:
     reason: str
 
 
+def _unreadable(path: str, error: BadImage) -> BatchFailure:
+    return BatchFailure(f"{path} can no longer be read ({error}); it was good when the run began; mend it and --resume")
+
+
 @dataclass(slots=True)
 class StepDataset(Dataset):
     """Item `step` is the `Batch` of this rank for that step.
@@ -200,7 +204,7 @@ class StepDataset(Dataset):
             try:
                 items.append(self.processor.encode_document(open_image(path, self.max_image_pixels)))
             except BadImage as error:
-                return BatchFailure(f"{path} can no longer be read ({error}); it was good when the run began")
+                return _unreadable(path, error)
         return Inputs.from_items(items, self.processor.pad_id)
 
     def _slots(self, row_number: int, step: int) -> np.ndarray:
@@ -320,7 +324,7 @@ class ItemDataset(Dataset):
         try:
             return self.processor.encode_document(open_image(source, self.max_image_pixels))
         except BadImage as error:
-            return BatchFailure(f"{source} can no longer be read ({error}); it was good when the run began")
+            return _unreadable(source, error)
 
     def collate(self, items: list[Item | BatchFailure]) -> Inputs | BatchFailure:
         """Returns the items of one batch, or the first failure; a method, since spawned workers need to pickle it."""

@@ -43,7 +43,8 @@ def check_row(path: str | Path, record: Record) -> Record:
     for entry in entries:
         found = entry.get("path") if isinstance(entry, dict) else entry
         if not isinstance(entry, dict) or not isinstance(found, str) or not found:
-            raise RecordError(f"{where} must be a list of objects with a 'path', it holds {_kind(found)}")
+            what = "an object without one" if isinstance(entry, dict) and "path" not in entry else _kind(found)
+            raise RecordError(f"{where} must be a list of objects with a 'path', it holds {what}")
     return record
 
 
@@ -118,7 +119,7 @@ def load_document(path: str) -> Document:
     try:
         data = read_image_bytes(path)
     except BadImage as error:
-        return Document(path, "", b"", UNREADABLE if os.path.isfile(path) else MISSING, f"{path}: {error}")
+        return Document(path, "", b"", UNREADABLE if os.path.isfile(path) else MISSING, str(error))
     return Document(path, content_hash(data), data)
 
 

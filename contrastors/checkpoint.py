@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from contrastors.biqwen3 import BiQwen3
 from contrastors.logit_scale import LogitScale
 from contrastors.metrics import HEADLINES
-from contrastors.records import dump_json, sync_file, write_text
+from contrastors.records import dump_json, settle_files, sync_file, write_text
 from contrastors.train_flags import QUERY_SIDE
 
 ADAPTER_FILE, STATE_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "trainer_state.json", "optimizer.pt"
@@ -47,13 +47,17 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     for name in FILES:
         if not (folder / name).is_file() or not (folder / name).stat().st_size:
             raise BadCheckpoint(f"{folder}: {name} is missing or empty, so this is no whole checkpoint")
+    for name in (ADAPTER_FILE, SCALE_FILE):
+        try:
+            load_file(folder / name)
+        except (ValueError, SafetensorError) as error:
+            raise _damaged(folder, name, error) from error
+    _load_optimizer(folder)
     try:
-        load_file(folder / ADAPTER_FILE), load_file(folder / SCALE_FILE)
-        _load_optimizer(folder)
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         missing = {"step", "args", "run_id", "global_batch", "world_size"} - state.keys()
-    except (ValueError, AttributeError, SafetensorError) as error:
-        raise BadCheckpoint(f"{folder}: cannot be read ({error})") from error
+    except (ValueError, AttributeError) as error:
+        raise _damaged(folder, STATE_FILE, error) from error
     if missing:
         raise BadCheckpoint(f"{folder}: {STATE_FILE} lacks {', '.join(sorted(missing))}")
     return state
@@ -63,8 +67,13 @@ def _load_optimizer(folder: Path) -> dict[str, Any]:
     try:
         return torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
     except Exception as error:  # on a damaged file the unpickler raises what it likes (KeyError, IndexError, ...)
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadCheckpoint(f"{folder}: {OPTIMIZER_FILE} cannot be read ({reason})") from error
+        raise _damaged(folder, OPTIMIZER_FILE, error) from error
+
+
+def _damaged(folder: Path, name: str, error: Exception) -> BadCheckpoint:
+    """Returns the error for a file that cannot be read, with the gist of a library's message."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0].replace(str(folder), "").split(". ")[0]
+    return BadCheckpoint(f"{folder / name} is damaged ({reason[:120]}); take an earlier checkpoint, or --resume latest")
 
 
 def adapter_tensors(model: BiQwen3) -> dict[str, torch.Tensor]:
@@ -128,7 +137,8 @@ def load_adapter(model: BiQwen3, folder: str | Path, trainable: bool) -> dict[st
         model.backbone = PeftModel.from_pretrained(model.backbone, str(folder), is_trainable=trainable)
         adapter_tensors(model)  # here PEFT reads the rest of the configuration
     except Exception as error:  # on a damaged adapter_config.json PEFT raises what it likes, ImportError included
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]  # torch's first line says nothing
         raise BadCheckpoint(f"{folder}: the adapter does not fit this model ({reason})") from error
     read_back(model, folder, must_have_moved=False)
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
@@ -169,9 +179,7 @@ def save_checkpoint(
         write_text(temporary / "README.md", card)
         write_text(temporary / STATE_FILE, dump_json(state, indent=1) + "\n")
         read_back(model, temporary, must_have_moved=state["step"] > 0)
-        for path in temporary.iterdir():
-            sync_file(path)
-        sync_file(temporary)
+        settle_files(temporary)
         temporary.rename(folder)
         sync_file(folder.parent)
     except BaseException:
@@ -231,6 +239,15 @@ def read_args(folder: str | Path) -> dict[str, Any]:
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise BadCheckpoint(f"{path}: cannot be read ({error})") from error
     return found
+
+
+def read_base_weights(folder: str | Path) -> str:
+    """Returns the hash of the base weights that an adapter was trained on, "" where its folder does not tell."""
+    path = Path(folder) / STATE_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("base_weights") or ""
+    except (OSError, ValueError, AttributeError):
+        return ""
 
 
 def read_temperature(folder: str | Path) -> float:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import Any, NoReturn
 
 from contrastors.images import MAX_IMAGE_PIXELS
 
@@ -37,9 +37,16 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         return text
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Answers a wrong command line with one sentence, not with a list of all flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} ({self.prog} --help lists the flags)\n")
+
+
+def make_parser(description: str) -> Parser:
     """Returns the parser of a script; `description` is its docstring."""
-    return argparse.ArgumentParser(description=description, formatter_class=Formatter, allow_abbrev=False)
+    return Parser(description=description, formatter_class=Formatter, allow_abbrev=False)
 
 
 def typed_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> set[str]:
@@ -49,15 +56,17 @@ def typed_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> set[
     return set(vars(parser.parse_args(argv)))
 
 
-def add_image_flags(group: Any) -> None:
+BAD_FRACTION_HELP = "stop before any work when more than this share of rows cannot be used; 1 = use whatever is left"
+
+
+def add_image_flags(group: Any, bad_fraction_help: str = BAD_FRACTION_HELP) -> None:
     """Adds `--max-image-pixels` and `--max-bad-fraction`."""
     group.add_argument(
         "--max-image-pixels", type=positive_int, default=MAX_IMAGE_PIXELS,
         help="refuse pictures with more pixels (guards against decompression bombs)",
     )  # fmt: skip
     group.add_argument(
-        "--max-bad-fraction", type=fraction, default=0.01,
-        help="stop before any work when more than this share of rows cannot be used; 1 = go on with whatever is left",
+        "--max-bad-fraction", type=fraction, default=0.01, help=bad_fraction_help,
     )  # fmt: skip
 
 
@@ -134,6 +143,12 @@ def require_transformers() -> None:
         raise ValueError(f"transformers {found} is installed, needed is {TRANSFORMERS}: pip install -e .")
 
 
+def require_model_folder(model: str) -> None:
+    """Raises ValueError where `--model` is a path and no folder is there: the hub's own message is a riddle."""
+    if model.startswith((".", "/", "~")) and not os.path.isdir(model):
+        raise ValueError(f"--model {model}: no such folder")
+
+
 class Stopped(SystemExit):
     """Ends the script with 128 + the signal's number."""
 
@@ -164,6 +179,8 @@ class StopSignals:
 
 
 def _stop(signal_number: int, frame: Any) -> None:
+    if os.environ.get("RANK", "0") == "0":  # straight to the file: the script may be in the middle of a print
+        os.write(2, f"stopped by {signal.Signals(signal_number).name}\n".encode())
     raise Stopped(signal_number)
 
 

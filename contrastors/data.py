@@ -7,6 +7,7 @@ asking them. The order is a pure function of (seed, epoch): nothing of it needs 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +159,17 @@ def build_training_set(
             continue
         result.rows.append(TrainingRow(pair.line, pair.query, positive, list(negatives)))
     return result
+
+
+def digest_rows(data: TrainingSet) -> str:
+    """Returns a hash of the usable rows: other rows, documents or usable negatives make another order of training."""
+    digest = hashlib.blake2b(digest_size=16)
+    for number in range(len(data.documents)):
+        digest.update(bytes.fromhex(data.documents.content(number)))
+    for row in data.rows:
+        digest.update(row.query.encode() + b"\0")
+        digest.update(np.array([row.positive, *row.negatives, NO_DOCUMENT], dtype="<i8").tobytes())
+    return digest.hexdigest()
 
 
 @functools.lru_cache(maxsize=2)

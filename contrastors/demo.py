@@ -308,7 +308,8 @@ def main(argv: list[str] | None = None) -> int:
         print_filter_quality(args.output)
         return 0
     if (args.output / "model").exists() and not args.overwrite:
-        parser.error(f"{args.output}/model exists; use --overwrite or another --output")
+        print(f"error: {args.output}/model exists; use --overwrite or another --output", file=sys.stderr)
+        return 1
     counts = make_data(args.output / "data", args.seed)
     if (args.output / "model").exists():
         import shutil

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from contrastors.cli import make_parser, positive_int, require_transformers, run_script
-from contrastors.records import dump_json, sync_file, write_text
+from contrastors.records import dump_json, settle_files, write_text
 from contrastors.shards import folder_output
 
 FORMATS = ("merged", "sentence-transformers", "adapter")
@@ -33,10 +33,11 @@ from transformers import AutoModel, AutoProcessor
 
 model, processor = AutoModel.from_pretrained("THIS_FOLDER"), AutoProcessor.from_pretrained("THIS_FOLDER")""",
     "sentence-transformers": """\
+from PIL import Image
 from sentence_transformers import SentenceTransformer
 
 model = SentenceTransformer("THIS_FOLDER")
-scores = model.similarity(model.encode_query(["a question"]), model.encode_document([image]))""",
+scores = model.similarity(model.encode_query(["a question"]), model.encode_document([Image.open("page.png")]))""",
     "adapter": """\
 from peft import PeftModel
 from transformers import Qwen3VLForConditionalGeneration
@@ -112,7 +113,7 @@ def export(args: argparse.Namespace) -> int:
     from contrastors.distributed import pick_device
     from contrastors.export_check import check, compare, embed_reference, read_export
     from contrastors.export_files import EXPORT_FILE, check_space, find_base_folder, read_source
-    from contrastors.loading import silence_libraries
+    from contrastors.loading import check_base_weights, silence_libraries
     from contrastors.train_flags import QUERY_SIDE
 
     silence_libraries()
@@ -120,6 +121,7 @@ def export(args: argparse.Namespace) -> int:
     with folder_output(output, args.overwrite, marker=EXPORT_FILE) as folder:
         device = pick_device(args.device)
         reference = embed_reference(source, device)
+        check_base_weights(args.adapter, source.model)
         if args.format != "adapter":
             check_space(find_base_folder(source.model), output, args.dtype)
         is_folder = Path(source.model).is_dir()
@@ -139,8 +141,7 @@ def export(args: argparse.Namespace) -> int:
         about["compared"] = {**asdict(found), "weights": precision}
         write_text(folder / EXPORT_FILE, dump_json(about, indent=1) + "\n")
         write_text(folder / "README.md", export_card(about, source.record))
-        for path in folder.rglob("*"):
-            sync_file(path)
+        settle_files(folder)
     print(f"{output}: {args.format}; {_describe(about['compared'])}")
     if about["embeds"] == "queries":
         print(f"{output} is for queries alone: {QUERIES_ONLY}")
@@ -200,7 +201,7 @@ def export_card(about: dict[str, Any], record: dict[str, Any]) -> str:
     library = {"merged": "transformers", "sentence-transformers": "sentence-transformers", "adapter": "peft"}[kind]
     load = _LOAD[kind].format(model=base)
     if about["embeds"] == "queries":
-        load = load.replace("model.encode_document([image])", "vectors_of_the_index")
+        load = load.replace('model.encode_document([Image.open("page.png")])', "vectors_of_the_index")
     lines = [
         "---",
         f"library_name: {library}",
@@ -222,7 +223,7 @@ def export_card(about: dict[str, Any], record: dict[str, Any]) -> str:
         f"- Images: at most {about['max_num_visual_tokens']} visual tokens ({about['max_pixels']} pixels).",
         f"- Queries: at most {about['max_query_tokens']} tokens, prompt included.",
         "",
-        f"Compared before it was released: {_describe(about['compared'])}.",
+        f"Compared before release: {_describe(about['compared'])}.",
         "",
     ]
     if about["embeds"] == "queries":

@@ -14,7 +14,8 @@ import torch
 from transformers.utils import cached_file, logging
 
 from contrastors.biqwen3 import BiQwen3
-from contrastors.checkpoint import load_adapter
+from contrastors.checkpoint import BadCheckpoint, load_adapter, read_base_weights
+from contrastors.cli import require_model_folder
 from contrastors.distributed import World, from_main
 from contrastors.processing import BiQwen3Processor
 
@@ -50,8 +51,7 @@ def load_bi_encoder(
     Raises:
         ValueError: The checkpoint cannot be used, or not in this way.
     """
-    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
-        raise ValueError(f"--model {model}: no such folder")
+    require_model_folder(model)
     on_cuda = device.type == "cuda"
     if attn_implementation == "flash_attention_2" and not on_cuda:
         raise ValueError(f"--attn-implementation flash_attention_2 needs cuda; this is {device}")
@@ -73,6 +73,37 @@ def identify_model(model: str) -> str:
     """
     folder = Path(model) if Path(model).is_dir() else Path(cached_file(model, "config.json")).parent
     return hash_files(path for path in folder.iterdir() if path.suffix in _CHECKPOINT_FILES)
+
+
+def identify_weights(model: str) -> str:
+    """Returns the hash of a checkpoint's weights; equal for a hub name, for its folder, and wherever that moves.
+
+    Args:
+        model: Hub name or folder, loaded before.
+    """
+    folder = Path(model) if Path(model).is_dir() else Path(cached_file(model, "config.json")).parent
+    return hash_files(folder.glob("*.safetensors"))
+
+
+def check_base_weights(adapter: str | Path, model: str) -> None:
+    """Looks whether a base model is the one that an adapter was trained on; equal shapes do not make it that.
+
+    Args:
+        adapter: Folder; one that does not tell its base's weights passes.
+        model: Hub name or folder, loaded before.
+
+    Raises:
+        BadCheckpoint: It is another one.
+    """
+    trained_on = read_base_weights(adapter)
+    if trained_on and trained_on != identify_weights(model):
+        raise BadCheckpoint(f"{adapter}: was trained on other weights than those of --model {model}")
+
+
+def hash_file(path: str | Path) -> str:
+    """Returns 32 hex digits that change with any byte of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def hash_files(paths: Iterable[Path]) -> str:
@@ -139,6 +170,7 @@ def load_encoder(
     identity = identify_base(model, encoder, world)
     if adapter:
         load_adapter(encoder, adapter, trainable=False)
+        check_base_weights(adapter, model)
         names = ("adapter_config.json", "adapter_model.safetensors")
         identity["adapter"] = hash_files(Path(adapter) / name for name in names)
     return Encoder(encoder.eval(), processor, identity)

@@ -15,6 +15,7 @@ from transformers import AutoModel
 
 from contrastors.biqwen3 import BiQwen3, read_config
 from contrastors.chunking import FREE_SHARE, GIB, count_fitting_graphs, count_free_bytes
+from contrastors.cli import require_model_folder
 from contrastors.costs import (
     DOCUMENT_PROMPT,
     QUERY_TOKENS,
@@ -157,6 +158,7 @@ def make_plan(args: argparse.Namespace, world_size: int) -> str:
     Raises:
         ValueError: The model's config cannot be used.
     """
+    require_model_folder(args.model)
     config = read_config(args.model)
     on_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     setting = make_setting(args, config, world_size, on_cuda)

@@ -6,6 +6,7 @@ only when a chunk is formed.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -181,7 +182,9 @@ class BiQwen3Processor:
         try:
             processor = AutoProcessor.from_pretrained(model, backend="torchvision", trust_remote_code=False)
         except (OSError, ValueError, ImportError, TypeError, KeyError) as error:
-            raise ValueError(f"--model {model}: no processor can be loaded ({str(error).splitlines()[0]})") from error
+            way_out = "" if os.path.isdir(model) else "; without a network give the folder of a downloaded checkpoint"
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"--model {model}: no processor can be loaded ({reason}){way_out}") from error
         if not hasattr(processor, "image_processor"):
             raise ValueError(f"--model {model}: holds a tokenizer, but no image processor")
         return cls(processor, max_num_visual_tokens, max_query_tokens)

@@ -229,6 +229,20 @@ def sync_file(path: str | Path) -> None:
         os.close(descriptor)
 
 
+def settle_files(folder: Path) -> None:
+    """Flushes every file of a new folder, and gives each the rights of a file that is made here.
+
+    safetensors makes files that only their owner can read; a server, or a colleague, is another user.
+    """
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
+        sync_file(path)
+    sync_file(folder)
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Writes a text file atomically."""
     with atomic_output(path) as temporary:

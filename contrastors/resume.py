@@ -52,6 +52,9 @@ class TrainState:
     last_metrics: dict[str, float] = field(default_factory=dict)
     evaluated_step: int | None = None
     num_truncated: int = 0
+    base_weights: str = ""
+    train_file: str = ""
+    rows: str = ""
 
 
 def locate_checkpoint(args: argparse.Namespace) -> tuple[Path | None, dict[str, Any], list[str]]:
@@ -115,7 +118,8 @@ def merge_args(
     """
     # Checkpoints of before there were modes are of the standard one.
     saved, now = {"mode": "standard"} | state["args"], absolute_args(vars(args))
-    differing = [name for name in saved if name in typed - free and now[name] != saved[name]]
+    moved = {"model"} if state.get("base_weights") else set()  # its weights decide, see check_origin
+    differing = [name for name in saved if name in typed - free - moved and now[name] != saved[name]]
     changed = [f"--{name.replace('_', '-')} {getattr(args, name)} (checkpoint: {saved[name]})" for name in differing]
     for name, value in saved.items():
         if name not in typed and hasattr(args, name):
@@ -150,6 +154,38 @@ def _share_global_batch(args: argparse.Namespace, is_typed: bool, global_batch: 
         )
     args.batch_size = global_batch // world_size
     return []
+
+
+def check_origin(args: argparse.Namespace, state: TrainState, base_weights: str, file: str, rows: str) -> list[str]:
+    """Notes base model and rows in the state, where nothing else is known of them; returns notes on what is changed.
+
+    Paths say little: a folder may have moved, or hold another model by now.
+
+    Args:
+        args: Flags of this call.
+        state: Of the checkpoint, or fresh; changed in place.
+        base_weights: Hash of the weights.
+        file: Hash of `--train-jsonl`; "" = rows do not matter (`--eval-only`).
+        rows: Hash of the usable rows.
+
+    Raises:
+        ValueError: Weights or file are not those of the checkpoint, without `--allow-changed-args`.
+    """
+    changed, notes = [], []
+    if state.base_weights not in ("", base_weights):
+        changed.append(f"--model {args.model} has other weights than those that this checkpoint was trained on")
+    if file and state.rows not in ("", rows):
+        text = f"the usable rows of {args.train_jsonl} are not those of the checkpoint, so they come in another order"
+        if state.train_file == file:
+            notes.append(f"{text}: images went bad, or were mended")
+        else:
+            changed.append(text)
+    if changed and not args.allow_changed_args:
+        raise ValueError(f"{'; '.join(changed)}; put that right, or add --allow-changed-args")
+    state.base_weights = base_weights
+    if file:
+        state.train_file, state.rows = file, rows
+    return notes + changed
 
 
 def restore_state(args: argparse.Namespace, saved: dict[str, Any], log: RunLog) -> TrainState:

@@ -40,6 +40,9 @@ SKIP_REASONS = (
     "positive_unreadable",
     "positive_not_confirmed",
 )
+BAD_FRACTION_HELP = (
+    "stop before any request when more positives are missing; exit code 1 when more rows are lost; 1 = never"
+)
 PARENT_VARIABLE = "CONTRASTORS_FILTER_PARENT"  # process number of the chunk runner; a filter ends with its runner
 _LOCK_WAIT_S = 5.0  # a run that was told to stop may need a moment
 
@@ -226,9 +229,18 @@ def make_summary(counts: dict[str, Any], settings: dict[str, Any], digest: str, 
 
 
 def check_lost_rows(
-    source: str | Path, lost: list[BadRow], num_rows: int, max_fraction: float, report: Path
+    source: str | Path, lost: list[BadRow], num_rows: int, max_fraction: float, report: Path, flag: str
 ) -> ValueError | None:
-    """Writes the rows that were lost on the way to `report`, and returns the error to raise where they are too many."""
+    """Returns the error to raise where too many rows were lost on the way; all of them are written to `report`.
+
+    Args:
+        source: The JSONL they come from.
+        lost: Sorted here.
+        num_rows: Rows of the input.
+        max_fraction: `--max-bad-fraction`.
+        report: bad_rows.jsonl.
+        flag: With which the script tries them again.
+    """
     lost.sort(key=lambda row: row.line)
     report.unlink(missing_ok=True)
     if lost:
@@ -237,7 +249,7 @@ def check_lost_rows(
         return None
     return ValueError(
         f"{source}: {len(lost)} of {num_rows} rows are lost (--max-bad-fraction {max_fraction:g}), first line "
-        f"{lost[0].line}: {lost[0].path}: {lost[0].reason}; all of them are in {report}, going on tries them again"
+        f"{lost[0].line}: {lost[0].path}: {lost[0].reason}; all of them are in {report}, {flag} tries them again"
     )
 
 

@@ -6,6 +6,7 @@ Nothing here loads a model; `checkpoint.py` says what a single checkpoint is.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import uuid
@@ -23,6 +24,21 @@ RUN_FILES = (
 )  # fmt: skip
 TRACKER_FOLDERS = ("tensorboard", "wandb")
 _NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def check_output_folder(folder: Path) -> None:
+    """Looks whether a run could write there; makes nothing.
+
+    Raises:
+        ValueError: It is a file, or may not be written.
+    """
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"--output-dir {folder}: {place} is a file; give a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"--output-dir {folder}: {place} may not be written; give another folder")
 
 
 def list_checkpoints(run_folder: str | Path) -> list[Path]:

@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -40,8 +41,44 @@ def environment(device: str) -> dict[str, Any]:
     return {"commit": commit, "versions": versions(), "platform": platform.platform(), "device": device}
 
 
-def progress(total: int, description: str, enabled: bool) -> tqdm:
-    """Returns a bar that shows on a terminal of the main rank and is silent elsewhere."""
+LOG_LINE_S = 30.0
+
+
+class LogProgress:
+    """What a bar is where no terminal shows one: a line on stderr every half minute."""
+
+    def __init__(self, total: int, description: str):
+        self.total, self.description, self.done = total, description, 0
+        self._told = time.monotonic()
+
+    def update(self, count: int = 1) -> None:
+        """Counts on."""
+        self.done += count
+        if time.monotonic() - self._told >= LOG_LINE_S:
+            self._told = time.monotonic()
+            print(f"{self.description}: {self.done:,} of {self.total:,}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Ends it."""
+
+    def __enter__(self) -> LogProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def progress(total: int, description: str, enabled: bool, in_logs: bool = True) -> tqdm | LogProgress:
+    """Returns a bar on a terminal, a line every half minute elsewhere; nothing beside the main rank.
+
+    Args:
+        total: Things to do.
+        description: What they are.
+        enabled: Whether this is the main rank.
+        in_logs: Whether lines are worth it where there is no terminal.
+    """
+    if enabled and in_logs and not sys.stderr.isatty():
+        return LogProgress(total, description)
     return tqdm(total=total, desc=description, disable=not (enabled and sys.stderr.isatty()), leave=False)
 
 

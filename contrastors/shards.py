@@ -44,7 +44,8 @@ def check_name(name: str, source: str | Path) -> str:
     if not {"", ".", ".."}.isdisjoint(parts):
         raise ValueError(f"{source}: {name!r} is refused: only paths that stay inside the data set are taken")
     if _CONTROL.search(name) or not _is_utf8(name):
-        raise ValueError(f"{source}: {name!r} is refused: backslashes, control characters and drives; rename the file")
+        what = "a backslash, a control character or a drive"
+        raise ValueError(f"{source}: {name!r} is refused: it holds {what}; rename the file")
     return name
 
 

@@ -30,10 +30,10 @@ from contrastors.checkpoint import (
     read_back,
 )
 from contrastors.gates import check_effect, embed_probes, make_probes
-from contrastors.loading import load_bi_encoder
+from contrastors.loading import identify_weights, load_bi_encoder
 from contrastors.logit_scale import LogitScale
 from contrastors.processing import BiQwen3Processor
-from contrastors.records import atomic_output, dump_json, write_text
+from contrastors.records import atomic_output, dump_json, settle_files, write_text
 
 SUFFIX = "-biqwen3"
 CONFIG_FILE, ARGS_FILE = "adapter_config.json", "args.json"
@@ -63,6 +63,8 @@ def read_flags(folder: str | Path) -> dict[str, Any]:
         BadCheckpoint: The folder is no checkpoint of swift.
     """
     path = Path(folder) / ARGS_FILE
+    if Path(folder).name.endswith(SUFFIX):
+        raise BadCheckpoint(f"{folder} is a remapped adapter; swift's own is {str(folder).removesuffix(SUFFIX)}")
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         flags = {flag: saved[name] for flag, name in ARGUMENTS.items() if name in saved}
@@ -88,6 +90,11 @@ class Remapped:
 
     folder: Path
     num_tensors: int
+
+
+def remapped_folder(checkpoint: Path) -> Path:
+    """Returns where the remapped adapter of a swift checkpoint lies."""
+    return checkpoint.with_name(checkpoint.name + SUFFIX)
 
 
 def remap_adapter(
@@ -116,7 +123,7 @@ def remap_adapter(
     flags["model"] = model or flags.get("model") or config.get("base_model_name_or_path")
     if not flags["model"]:
         raise BadCheckpoint(f"{checkpoint} does not name its base model; give --model")
-    target = checkpoint.with_name(checkpoint.name + SUFFIX)
+    target = remapped_folder(checkpoint)
     if target.exists() and not overwrite:
         raise ValueError(f"{target} exists; use --overwrite")
     limits = {"max_num_visual_tokens": flags["max_num_visual_tokens"]} if "max_num_visual_tokens" in flags else {}
@@ -124,7 +131,8 @@ def remap_adapter(
         folder.mkdir()
         _write_adapter(folder, tensors, config | {"base_model_name_or_path": flags["model"]})
         processor = _check_adapter(folder, flags["model"], device or torch.device("cpu"), dtype, limits)
-        _write_record(folder, _read_step(checkpoint), flags, processor)
+        _write_record(folder, read_step(checkpoint), flags, processor)
+        settle_files(folder)
         if target.exists():
             shutil.rmtree(target)
     return Remapped(target, len(tensors))
@@ -177,7 +185,8 @@ def _check_adapter(
     return processor
 
 
-def _read_step(checkpoint: Path) -> int:
+def read_step(checkpoint: Path) -> int:
+    """Returns the step of a swift checkpoint, 0 where it does not tell."""
     try:
         return int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):  # a bare adapter, moved out of its run
@@ -191,6 +200,7 @@ def _write_record(folder: Path, step: int, flags: dict[str, Any], processor: BiQ
     files = {name: flags.get(name) for name in ("train_jsonl", "eval_jsonl")}
     args = {name: value for name, value in flags.items() if name not in files}
     record = {"step": step, "trained_by": "ms-swift", "trained_on": files, "args": args}
+    record["base_weights"] = identify_weights(flags["model"])
     if "max_num_visual_tokens" in flags:
         record["processor"] = processor.describe()
     write_text(folder / STATE_FILE, dump_json(record, indent=1) + "\n")

@@ -58,7 +58,12 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("optimization").add_argument
     add("--batch-size", type=positive_int, default=4, help="rows of each rank in a step")
-    add("--grad-cache-chunk", type=positive_int, default=2, help="documents of one forward: memory follows this alone")
+    add(
+        "--grad-cache-chunk",
+        type=positive_int,
+        default=2,
+        help="documents of one forward; changes memory, not gradients",
+    )
     add("--chunk-tokens", type=natural_int, default=0, help="visual tokens of one forward, sorted by size; 0 = off")
     add("--query-chunk", type=natural_int, default=0, help="queries of one forward; 0 = tokens of a document chunk")
     add("--retain-graphs", type=auto_or_count, metavar="auto|N", help=RETAIN_HELP)
@@ -115,9 +120,14 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: s
     refusals = [
         (args.overwrite and args.resume and training, "--overwrite deletes the run that --resume continues"),
         (args.plan and (args.resume or args.eval_only), "--plan tells of a training that is yet to begin"),
+        (args.report_to == "none" and "run_name" in typed and training, "--run-name acts with --report-to only"),
         (args.allow_changed_args and not args.resume, "--allow-changed-args acts on --resume only"),
         (wants_other_scheduler, f"--num-cycles acts on --scheduler cosine-restarts only, not on {args.scheduler}"),
         (not 0.01 <= args.temperature <= 1, f"--temperature {args.temperature}: stays within 0.01 and 1, start there"),
+        (
+            args.max_num_visual_tokens < 4,
+            f"--max-num-visual-tokens {args.max_num_visual_tokens}: at least 4 are needed",
+        ),
         (args.lora_dropout == 1, "--lora-dropout 1 leaves nothing to train"),
         (
             args.lora_vit and args.reuse_vision_features and "reuse_vision_features" in typed,

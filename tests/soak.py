@@ -49,7 +49,7 @@ class Watch:
             ranks = [p for p in self.process.children() if "train_contrastors.py" in " ".join(p.cmdline())]
             named = [("process", self.process)] if not ranks else [(f"rank {n}", p) for n, p in enumerate(ranks)]
             for name, process in list(named):
-                named += [(f"{name} loader {n}", child) for n, child in enumerate(process.children())]
+                named += [(f"{name} loader {child.pid}", child) for child in process.children()]
             for name, process in named:
                 # Not the unshared part: what a rank shares with its loader becomes its own when the loader ends.
                 used = process.memory_info().rss / 2**20
@@ -62,7 +62,7 @@ class Watch:
         found = {}
         for name, rows in self.samples.items():
             late = np.array([row for row in rows if row[0] >= rows[0][0] + skip])
-            if len(late) >= 10 and np.ptp(late[:, 0]) > 0:
+            if len(late) >= 10 and np.ptp(late[:, 0]) > skip / 2:  # not those of one evaluation
                 slope = float(np.polyfit(late[:, 0], late[:, 1], 1)[0])
                 found[name] = slope, float(late[:, 1].max()), int(late[:, 2].max())
         return found

@@ -143,7 +143,9 @@ def test_unknown_flags_and_abbreviations_are_usage_errors(script, capsys):
             continue
         with pytest.raises(SystemExit) as ended:
             parser.parse_args([*required, wrong])
-        assert ended.value.code == 2 and f"unrecognized arguments: {wrong}" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and f"error: unrecognized arguments: {wrong}" in error
+        assert error.count("\n") == 1 and "--help lists the flags" in error
 
 
 def test_an_unknown_flag_ends_the_process_with_code_2():
@@ -312,7 +314,7 @@ def test_a_signal_ends_the_script_with_its_code_and_without_a_traceback(number, 
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     _, found = process.communicate(timeout=60)
-    assert (process.returncode, found) == (code, "")
+    assert (process.returncode, found) == (code, f"stopped by {signal.Signals(number).name}\n")
 
 
 def test_usage_errors_inside_the_work_keep_code_2(capsys):

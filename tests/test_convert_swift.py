@@ -174,12 +174,12 @@ def test_queries_with_markers_are_counted(colour_set):
 def test_an_existing_output_and_the_input_itself_are_refused(colour_set, capsys):
     from convert_data_for_swift import main
 
-    for output in ("rows.jsonl", "held.jsonl"):
-        (colour_set / "held.jsonl").write_text("mine")
-        with pytest.raises(SystemExit) as ended:
-            main(["--input", str(colour_set / "rows.jsonl"), "--output", str(colour_set / output)])
-        assert ended.value.code == 2
+    (colour_set / "held.jsonl").write_text("mine")
+    assert main(["--input", str(colour_set / "rows.jsonl"), "--output", str(colour_set / "held.jsonl")]) == 1
     assert "exists; use --overwrite" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["--input", str(colour_set / "rows.jsonl"), "--output", str(colour_set / "rows.jsonl")])
+    assert ended.value.code == 2
     assert (colour_set / "held.jsonl").read_text() == "mine"
 
 

@@ -91,7 +91,8 @@ def test_missing_unreadable_and_unknown_candidates_count_towards_k(colour_set: P
     written, reviews, summary = results(colour_set)
     assert written[0]["neg_chunk_paths"] == ["c02.png", "c03.png"]
     assert [r["verdict"] for r in reviews] == ["MISSING", "UNREADABLE", "UNKNOWN", "CANNOT_ANSWER", "CANNOT_ANSWER"]
-    assert str(colour_set / "gone.png") in reviews[0]["reason"] and reviews[2]["reason"] == "length"
+    assert reviews[0]["path"] == "gone.png" and reviews[0]["reason"] == "No such file or directory"
+    assert reviews[2]["reason"] == "length"
     assert summary["unknown_reasons"] == {"length": 1} and summary["candidate_missing_ratio"] == 0.2
     assert summary["missing_path_ratio"] == pytest.approx(1 / 6, abs=1e-6)
     check_sums(summary)
@@ -254,6 +255,7 @@ def test_dry_run_counts_and_sends_nothing(colour_set: Path, capsys: pytest.Captu
         ({"resume": True, "overwrite": True}, "--overwrite"),
         ({"summary_output": "same", "reviews_output": "same"}, "four files"),
         ({"base_url": "localhost:8000"}, "http://"),
+        ({"base_url": ""}, "--base-url is empty"),
         ({"timeout": 0}, "--timeout"),
     ],
 )

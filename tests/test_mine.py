@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import time
 import unicodedata
@@ -171,6 +172,14 @@ def kept(mode: str, margin: float, positive: float | None, scores: list[float]) 
 )
 def test_filters_keep_what_the_rule_says_for_scores_of_either_sign(mode, margin, positive, scores, wanted):
     assert kept(mode, margin, positive, scores) == wanted
+
+
+def test_too_few_negatives_after_a_filter_point_to_the_filter(mine, colour_set, capsys):
+    mine(filter_mode="perc", margin=0.01)
+    assert re.search(r"--filter-mode perc dropped \d+ candidates; look at --margin", capsys.readouterr().out)
+    mine(num_negatives=12, n_docs=12, output=colour_set / "more.jsonl")
+    said = capsys.readouterr().out
+    assert "raise --n-docs, or use a larger corpus" in said and "dropped" not in said
 
 
 def test_skip_top1_drops_the_first_candidate_and_not_the_positive_or_a_copy():

@@ -123,6 +123,15 @@ def test_no_text_of_the_export_names_this_machine(split_dir: Path, tmp_path: Pat
         assert name.startswith("images/") or str(tmp_path).encode() not in data, name
 
 
+def test_positives_that_stand_in_two_splits_are_told(split_dir: Path, tmp_path: Path, capsys):
+    rows = rows_of(split_dir / "train_hn.jsonl")
+    write_rows(split_dir / "eval_hn.jsonl", rows[:2])
+    assert prepare(split_dir) == 0
+    assert f"note: {len({row['chunk_path'] for row in rows[:2]})} positives stand in more than one split" in (
+        capsys.readouterr().out
+    )
+
+
 def test_summary_counts_add_up_with_bad_rows_and_bad_negatives(split_dir: Path, tmp_path: Path):
     (tmp_path / "tiles/site0/page00.png").write_bytes(b"no image")
     (tmp_path / "tiles/site0/page03.png").unlink()
@@ -201,7 +210,7 @@ def a_line_break(tmp_path: Path) -> str:
         (outside_by_link, "outside --image-root"),
         (outside_by_a_common_prefix, "outside --image-root"),
         (a_pipe, "no plain file"),
-        (a_line_break, "control characters"),
+        (a_line_break, "a control character"),
     ],
 )
 def test_path_that_must_not_be_published_is_refused_by_name(split_dir, tmp_path, capsys, make, words, place):
@@ -308,6 +317,12 @@ def test_make_split_puts_no_document_into_two_splits_and_loses_no_row(many_queri
     for split, share in (("eval", 0.1), ("test", 0.1)):
         assert 0.5 * share * len(before) < len(after[split]) <= share * len(before)
     assert [q for q in before if q in set(after["train"])] == after["train"], "the order of rows is kept"
+
+
+def test_make_split_passes_over_what_the_filter_left_beside_its_rows(many_queries: Path, tmp_path: Path):
+    for name in ("pairs.reviews.jsonl", "pairs.bad_rows.jsonl", "candidate_reviews.jsonl"):
+        (many_queries / name).write_text('{"no": "row"}\n')
+    assert prepare(many_queries, "--make-split", root=tmp_path / "tiles", output=tmp_path / "export") == 0
 
 
 def test_make_split_is_repeatable_and_changes_with_the_seed(many_queries: Path, tmp_path: Path):
@@ -494,7 +509,7 @@ def test_links_are_packed_only_when_asked(split_dir: Path, tmp_path: Path, capsy
         ),
         (lambda folder: os.mkfifo(folder / "images/pipe"), "'images/pipe' is refused: neither a file nor a folder"),
         (lambda folder: (folder / "images/up").symlink_to("/"), "'images/up' is refused: it is a link"),
-        (lambda folder: (folder / "images/a\\b.png").write_bytes(b"x"), "refused: backslashes"),
+        (lambda folder: (folder / "images/a\\b.png").write_bytes(b"x"), "refused: it holds a backslash"),
         (lambda folder: (folder / "images" / os.fsdecode(b"\xff.png")).write_bytes(b"x"), "is refused"),
         (lambda folder: (folder / "more").mkdir() or (folder / "more/x").write_bytes(b"x"), "'more/x' lies outside"),
     ],

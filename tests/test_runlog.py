@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from contrastors import runlog
 from contrastors.runlog import RunLog, cut_metrics, draw_curves, progress, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,10 +151,17 @@ def test_train_log_goes_on_after_a_resume(tmp_path):
     assert (tmp_path / "train.log").read_text() == "first\nsecond\n"
 
 
-def test_no_bar_where_there_is_no_terminal(capsys):
+def test_no_bar_where_there_is_no_terminal_but_a_line_every_half_minute(capsys, monkeypatch):
     with progress(3, "checking", enabled=True) as bar:
         bar.update(3)
     assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(runlog, "LOG_LINE_S", 0.0)
+    for enabled, in_logs in ((True, True), (True, False), (False, True)):
+        with progress(2000, "checking", enabled, in_logs) as bar:
+            bar.update(1500)
+            bar.update()
+        said = ("", "checking: 1,500 of 2,000\nchecking: 1,501 of 2,000\n") if enabled and in_logs else ("", "")
+        assert capsys.readouterr() == said
 
 
 # --- trackers ---
@@ -188,6 +196,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(tmp_path, monke
 
 RUN = """
 import sys
+from contrastors import runlog
 from contrastors.runlog import RunLog
 log = RunLog(sys.argv[2], is_main=True)
 log.open()

@@ -224,6 +224,50 @@ def test_a_resumed_run_takes_its_flags_from_the_checkpoint_and_repeats_the_step(
 
 
 @needs_swift
+def test_a_resumed_run_refuses_flags_that_could_not_act_and_does_no_step_too_many(work, figures, capsys):
+    """swift restores optimizer and schedule, so another --lr would be written down and not be trained with."""
+    run = only_run(work / "run")
+    for words, sentence in (
+        (["--lr", "5"], "--lr 5.0 (checkpoint: "),
+        (["--lora-r", "99"], "--lora-r 99 (checkpoint: "),
+        (["--temperature", "0.5"], "swift goes on with the optimizer, schedule and adapter of the checkpoint"),
+    ):
+        code, said = train_here(capsys, "--resume", str(run / "checkpoint-2"), *words, "--device", "cpu")
+        assert code == 1 and sentence in said, said
+    code, said = train_here(capsys, "--resume", str(run / "checkpoint-3-biqwen3"))
+    assert code == 1 and said.count("\n") == 1 and "is a remapped adapter; swift's own is" in said
+    from train_swift import main
+
+    before = sorted(work.rglob("*"))
+    assert main(["--resume", str(run / "checkpoint-3"), "--device", "cpu"]) == 0
+    assert "is complete: it has done all of --max-steps 3" in capsys.readouterr().out
+    assert sorted(work.rglob("*")) == before
+
+
+@needs_swift
+def test_an_adapter_that_was_remapped_before_a_stop_is_kept(work, figures, capsys):
+    from train_swift import build_parser, remap
+
+    checkpoint = only_run(work / "run") / "checkpoint-3"
+    kept = (checkpoint.with_name("checkpoint-3-biqwen3") / "adapter_model.safetensors").stat().st_mtime_ns
+    remap(build_parser().parse_args([]), [checkpoint], None)
+    assert "checkpoint-3-biqwen3 exists and is kept" in capsys.readouterr().out
+    assert (checkpoint.with_name("checkpoint-3-biqwen3") / "adapter_model.safetensors").stat().st_mtime_ns == kept
+
+
+def test_a_vocabulary_whose_image_slots_swift_would_not_find_is_refused(tiny_model):
+    from types import SimpleNamespace
+
+    from contrastors.processing import BiQwen3Processor
+    from train_swift import refuse_other_slots
+
+    processor = BiQwen3Processor.from_pretrained(str(tiny_model))
+    refuse_other_slots(SimpleNamespace(image_token_id=processor.image_token_id), processor)
+    with pytest.raises(ValueError, match="swift takes token 151655 for an image slot, in this checkpoint it is"):
+        refuse_other_slots(SimpleNamespace(image_token_id=151655), processor)
+
+
+@needs_swift
 def test_rows_with_0_1_and_3_negatives_train_in_batch_only_where_none_are_asked_for(figures):
     found = figures["in_batch"]
     assert found["exit_codes"] == [0, 0]

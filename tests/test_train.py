@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from contrastors.demo import make_model
 from tests.conftest import make_colour_set, write_rows
 from tests.runs import (
     ROOT,
@@ -147,6 +149,71 @@ def test_a_typed_flag_that_alters_training_is_refused_on_resume(args, colour_set
     assert train(["--resume", checkpoint, "--lr", "0.5", "--allow-changed-args"]) == 0
     assert metrics(colour_set / "run")[-1]["step"] == 4
     assert any(row.get("train/lr", 0) > 0.01 for row in metrics(colour_set / "run"))
+
+
+def test_another_base_model_is_noticed_by_its_weights_and_a_moved_one_is_the_same(args, colour_set, tiny_model, capsys):
+    base = shutil.copytree(tiny_model, colour_set / "base")
+    assert train(args("run", model=base)) == 0
+    whole = losses(colour_set / "run")
+    checkpoint = str(colour_set / "run" / "checkpoint-2")
+    base.rename(colour_set / "moved")
+    assert train(["--resume", checkpoint]) == 1 and "no such folder" in capsys.readouterr().err
+    assert train(["--resume", checkpoint, "--model", str(colour_set / "moved")]) == 0
+    assert losses(colour_set / "run") == whole
+    make_model(base, seed=2, hidden=64, layers=2, vision_hidden=32, vision_layers=3)  # where the old one was
+    for more in ([], ["--eval-only", "--output-dir", str(colour_set / "measured")]):
+        assert train(["--resume", checkpoint, *more]) == 1
+        assert "has other weights than those that this checkpoint was trained on" in capsys.readouterr().err
+    assert train(["--resume", checkpoint, "--allow-changed-args"]) == 0
+
+
+def test_changed_rows_are_refused_on_resume_and_a_picture_that_went_bad_is_told(args, colour_set, capsys):
+    rows = (colour_set / "rows.jsonl").read_text().splitlines()
+    assert train(args("run", max_bad_fraction=0.5)) == 0
+    resume = ["--resume", str(colour_set / "run" / "checkpoint-2"), "--eval-steps", "0"]
+    (colour_set / "rows.jsonl").write_text("\n".join(rows[:-1]) + "\n")
+    assert train(resume) == 1
+    assert "rows.jsonl are not those of the checkpoint, so they come in another order" in capsys.readouterr().err
+    (colour_set / "rows.jsonl").write_text("\n".join(rows) + "\n\n")  # other bytes, the same rows
+    assert train(resume) == 0 and "another order" not in capsys.readouterr().out
+    (colour_set / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (colour_set / "c03.png").write_bytes(b"no picture")
+    shutil.rmtree(colour_set / "run" / "checkpoint-4")
+    assert train(resume) == 0
+    assert "come in another order: images went bad, or were mended" in capsys.readouterr().out
+
+
+def test_files_of_a_checkpoint_can_be_read_by_whom_the_umask_lets(args, colour_set):
+    before = os.umask(0o027)
+    try:
+        assert train(args("run", max_steps=1, eval_steps=0)) == 0
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (colour_set / "run" / "checkpoint-1").iterdir()}
+    assert set(modes.values()) == {"0o640"}, modes
+
+
+def test_what_would_stop_a_run_later_is_told_before_any_image_is_opened(args, colour_set, capsys):
+    (colour_set / "file").write_text("mine")
+    for flags, sentence in (
+        ({"model": colour_set / "nowhere"}, f"--model {colour_set / 'nowhere'}: no such folder"),
+        (
+            {"attn_implementation": "flash_attention_2", "dtype": "auto", "device": "auto"},
+            "flash_attention_2 needs cuda",
+        ),
+        ({"output_dir": colour_set / "file" / "run"}, f"{colour_set / 'file'} is a file; give a folder"),
+    ):
+        if "device" in flags and torch.cuda.is_available():
+            continue
+        assert train(args("run", **flags)) == 1
+        assert sentence in capsys.readouterr().err
+    assert not (colour_set / ".image_facts.jsonl").exists() and not (colour_set / "run").exists()
+
+
+def test_a_finished_run_says_that_it_is_and_how_to_train_longer(args, colour_set, capsys):
+    assert train(args("run", max_steps=2)) == 0
+    assert train(["--resume", "latest", "--output-dir", str(colour_set / "run")]) == 0
+    assert "step 2 of 2 is done; for more: --max-steps N --allow-changed-args" in capsys.readouterr().out
 
 
 def test_a_typed_flag_that_equals_the_checkpoints_is_no_change(args, colour_set):
@@ -379,6 +446,8 @@ REFUSED = [
     ({"model": "./nowhere"}, 1, "--model ./nowhere: no such folder"),
     ({"device": "cuda"}, 1, "no such device"),
     ({"resume": "nowhere"}, 1, "no such folder"),
+    ({"run_name": "first"}, 2, "--run-name acts with --report-to only"),
+    ({"max_num_visual_tokens": 3}, 2, "at least 4 needed"),
     ({"resume": "latest", "batch_size": 1}, 2, "nothing to contrast"),
     ({"resume": "latest", "eval_only": True}, 1, "no whole checkpoint to evaluate"),
 ]

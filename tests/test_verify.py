@@ -251,6 +251,20 @@ def test_an_adapter_of_another_base_is_refused(trained: Path, tmp_path: Path, ca
     refuse(capsys, trained, trained / "run" / "checkpoint-4", "does not fit this model", model=other)
 
 
+def test_an_adapter_of_other_weights_of_the_same_shape_is_refused(trained: Path, tiny_model: Path, tmp_path, capsys):
+    """Every key and shape fits; the numbers would be those of a model that nobody trained."""
+    adapter = trained / "run" / "checkpoint-4"
+    other = make_model(tmp_path / "twin", seed=2, hidden=64, layers=2, vision_hidden=32, vision_layers=3)
+    refuse(capsys, trained, adapter, "was trained on other weights than those of --model", model=other)
+    moved = shutil.copytree(tiny_model, tmp_path / "moved")
+    assert verify(trained, adapter, model=moved) == 0  # the same weights elsewhere
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(adapter / name, bare)
+    assert verify(trained, bare, model=other, max_num_visual_tokens=16) == 0  # it does not tell, so nobody can
+
+
 def test_an_adapter_that_is_not_finite_is_refused(trained: Path, tmp_path: Path, capsys):
     nan = copy_of(trained / "run" / "checkpoint-4", tmp_path / "a", lambda k, v: (k, v * float("nan")))
     refuse(capsys, trained, nan, "40 adapter tensors are not finite")
