@@ -28,6 +28,7 @@ from contrastors.candidates import (
     UNREADABLE,
     Document,
     KnownPositives,
+    content_now,
     file_content,
     load_document,
     place,
@@ -50,8 +51,8 @@ from contrastors.records import (
 )
 from contrastors.report import MAX_ROWS, write_report
 from contrastors.reviews import (
-    BAD_FRACTION_HELP,
     KEPT,
+    LOST_FRACTION_HELP,
     NOT_JUDGED,
     PARENT_VARIABLE,
     Journal,
@@ -90,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--check-positive", action=argparse.BooleanOptionalAction, default=False,
         help="ask the same of the positive, skip rows whose positive does not answer",
     )  # fmt: skip
-    add_image_flags(data, BAD_FRACTION_HELP)
+    add_image_flags(data, LOST_FRACTION_HELP)
     model = parser.add_argument_group("model")
     model.add_argument("--model", default="gpt-4.1-mini", help="model that answers")
     model.add_argument("--judge-model", help="model that judges the answers (default: --model)")
@@ -289,10 +290,11 @@ async def look(path: str, found: dict[str, Any] | None) -> tuple[Document, dict[
 
     A picture that is gone keeps its review: it was judged.
     """
-    document = await asyncio.to_thread(load_document, path)
-    if found is not None and not document.content:
-        document = Document(path, found["content"])
-    return document, found if found is not None and found["content"] == document.content else None
+    if found is not None:
+        content = await asyncio.to_thread(content_now, path) or found["content"]
+        if content == found["content"]:
+            return Document(path, content), found
+    return await asyncio.to_thread(load_document, path), None
 
 
 async def choose(

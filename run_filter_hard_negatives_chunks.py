@@ -43,7 +43,7 @@ from contrastors.records import (
 )
 from contrastors.report import MAX_ROWS, write_report
 from contrastors.reviews import (
-    BAD_FRACTION_HELP,
+    LOST_FRACTION_HELP,
     PARENT_VARIABLE,
     add_counts,
     check_lost_rows,
@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--parallel-chunks", type=positive_int, default=1, help="chunks at work at once")
     parser.add_argument("--skip-existing", action="store_true", help="go on: finished chunks are left, others resumed")
     parser.add_argument("--overwrite", action="store_true", help="remove existing chunks and start anew")
-    add_image_flags(parser, BAD_FRACTION_HELP)
+    add_image_flags(parser, LOST_FRACTION_HELP)
     return parser
 
 

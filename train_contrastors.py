@@ -513,7 +513,9 @@ def write_summary(run: Run) -> None:
         name = signal.Signals(run.stop.agreed).name
         way_on = f"--resume latest --output-dir {run.folder} goes on"
         if state.step == 0:  # no checkpoint holds the flags
-            way_on = "the same command with --resume latest begins anew"
+            way_on = (
+                f"the same command with --resume latest{' in place of --overwrite' * run.args.overwrite} begins anew"
+            )
         run.log.say(f"stopped by {name} after step {state.step}; {way_on}")
 
 
@@ -581,7 +583,8 @@ def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[
     log = RunLog(folder, world.is_main)
     for note in notes:
         log.say(note)
-    train_data, eval_set = load_data(args, world, log, folder)
+    train_data, eval_set = load_data(args, world, log, folder, lambda: watch.sign("checking images"))
+    watch.sign("loading the model")
     limits = args.max_num_visual_tokens, args.max_query_tokens
     model, processor = load_bi_encoder(args.model, world.device, args.dtype, args.attn_implementation, *limits)
     logit_scale = LogitScale(args.temperature).to(world.device)

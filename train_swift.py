@@ -40,12 +40,8 @@ TESTED = "4.6.0"  # of ms-swift
 INSTALL = "pip install -r requirements-swift.txt"
 MIN_TEMPERATURE = 0.01  # as in LogitScale, which keeps the temperature for the other scripts
 REMAP_FLAGS = {"remap", "model", "device", "dtype", "overwrite"}
-# What may differ from the checkpoint of --resume. The rest could not act, or would make it another training: swift goes
-# on with the optimizer, the schedule and the adapter that it finds there.
-FREE_ON_RESUME = {
-    "model", "train_jsonl", "eval_jsonl", "num_workers", "max_steps", "eval_steps", "save_steps", "save_total_limit",
-    "logging_steps", "report_to", "deepspeed",
-}  # fmt: skip
+# What could not act beside --resume: swift goes on with the adapter and the optimizer that it finds there.
+INERT_ON_RESUME = {"lr", "weight_decay", "lora_r", "lora_alpha", "lora_dropout", "freeze_vit"}
 _IS_CHECKED = "TRAIN_SWIFT_IS_CHECKED"  # set for the ranks once their parent has looked at the data
 
 
@@ -302,11 +298,11 @@ def restore_flags(args: argparse.Namespace, typed: set[str]) -> bool:
 
     args.resume = os.path.abspath(args.resume)
     saved = read_flags(args.resume)
-    for name in sorted(typed & saved.keys() - FREE_ON_RESUME):
+    for name in sorted(typed & saved.keys() & INERT_ON_RESUME):
         if getattr(args, name) != saved[name]:
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(args, name)} (checkpoint: {saved[name]}): swift goes on with the "
-                "optimizer, schedule and adapter of the checkpoint; leave it out, or start a new run"
+                "adapter and the optimizer of the checkpoint; leave it out, or start a new run"
             )
     for name, value in ({"output_dir": os.path.dirname(os.path.dirname(args.resume))} | saved).items():
         if name not in typed:
@@ -360,7 +356,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         require_swift()
         if args.resume and not restore_flags(args, typed):
-            print(f"{args.resume} is complete: it has done all of --max-steps {args.max_steps}")
+            print(
+                f"{args.resume} is complete: it has done all of --max-steps {args.max_steps}; --remap makes its adapter"
+            )
             return 0
         if _IS_CHECKED not in os.environ:
             check_data(args)

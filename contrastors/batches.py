@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -129,7 +130,7 @@ class BatchFailure:
 
 
 def _unreadable(path: str, error: BadImage) -> BatchFailure:
-    return BatchFailure(f"{path} can no longer be read ({error}); it was good when the run began; mend it and --resume")
+    return BatchFailure(f"{path} can no longer be read ({error}); it was good when the run began; mend it and go on")
 
 
 @dataclass(slots=True)
@@ -248,7 +249,10 @@ def _check_sockets() -> None:
         ValueError: The name of the folder is too long.
     """
     folder = get_temp_dir()
-    if torch.multiprocessing.get_sharing_strategy() == "file_descriptor" and len(folder) > LONGEST_SOCKET_FOLDER:
+    if (
+        torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+        and len(os.fsencode(folder)) > LONGEST_SOCKET_FOLDER
+    ):
         raise ValueError(
             f"{folder}: the name of this folder is too long for the sockets of loader processes; set TMPDIR to a "
             "shorter one (TMPDIR=/tmp), or use --num-workers 0"

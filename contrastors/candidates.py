@@ -129,6 +129,20 @@ def file_content(path: str) -> str:
     return load_document(path).content or path
 
 
+def content_now(path: str) -> str:
+    """Returns the content hash of a file, read once while size and time of change stay; "" where it cannot be read."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return ""
+    return _content_of(path, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1_000_000)
+def _content_of(path: str, size: int, mtime: int) -> str:
+    return load_document(path).content
+
+
 def place(row: dict[str, Any], position: int | None) -> dict[str, Any]:
     """Returns the candidate at a position; None stands for the row's positive."""
     return {"path": row[POSITIVE]} if position is None else row[CANDIDATES][position]

@@ -73,7 +73,7 @@ def _load_optimizer(folder: Path) -> dict[str, Any]:
 def _damaged(folder: Path, name: str, error: Exception) -> BadCheckpoint:
     """Returns the error for a file that cannot be read, with the gist of a library's message."""
     reason = (str(error).splitlines() or [type(error).__name__])[0].replace(str(folder), "").split(". ")[0]
-    return BadCheckpoint(f"{folder / name} is damaged ({reason[:120]}); take an earlier checkpoint, or --resume latest")
+    return BadCheckpoint(f"{folder / name} is damaged ({reason[:120]}); take an earlier checkpoint")
 
 
 def adapter_tensors(model: BiQwen3) -> dict[str, torch.Tensor]:
@@ -134,7 +134,10 @@ def load_adapter(model: BiQwen3, folder: str | Path, trainable: bool) -> dict[st
             raise BadCheckpoint(f"{folder}: {name} is missing, so this is no adapter")
     _refuse_generation_keys(folder)
     try:
+        base = model.backbone.name_or_path
         model.backbone = PeftModel.from_pretrained(model.backbone, str(folder), is_trainable=trainable)
+        for config in model.backbone.peft_config.values():
+            config.base_model_name_or_path = base  # where it lies now; it may have moved
         adapter_tensors(model)  # here PEFT reads the rest of the configuration
     except Exception as error:  # on a damaged adapter_config.json PEFT raises what it likes, ImportError included
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

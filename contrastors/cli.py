@@ -179,7 +179,8 @@ class StopSignals:
 
 
 def _stop(signal_number: int, frame: Any) -> None:
-    if os.environ.get("RANK", "0") == "0":  # straight to the file: the script may be in the middle of a print
+    # torchrun stops the ranks that are left where one has failed: its sentence is the one to read.
+    if "RANK" not in os.environ:  # straight to the file: the script may be in the middle of a print
         os.write(2, f"stopped by {signal.Signals(signal_number).name}\n".encode())
     raise Stopped(signal_number)
 

@@ -16,15 +16,28 @@ from contrastors.validation import image_paths
 
 
 def load_data(
-    args: argparse.Namespace, world: World, log: RunLog, folder: Path
+    args: argparse.Namespace, world: World, log: RunLog, folder: Path, on_image: Callable[[], None] = lambda: None
 ) -> tuple[TrainingSet | None, EvalSet | None]:
-    """Returns training and evaluation set (None where not asked for), the same on every rank; looks at each image."""
+    """Returns training and evaluation set (None where not asked for), the same on every rank; looks at each image.
+
+    Args:
+        args: Flags of training.
+        world: Ranks.
+        log: Of the run.
+        folder: Of the run.
+        on_image: Called after each image of this rank.
+    """
 
     def load(source: str, max_rows: int, with_negatives: bool, build: Callable, report: str) -> Any:
         pairs, resolver = read_pairs(source, max_rows)
         paths = image_paths(pairs, with_negatives)
         with progress(len(paths) // world.size, "checking images", world.is_main) as bar:
-            facts = validate_images(paths, resolver.folder, args.max_image_pixels, args.num_workers, world, bar.update)
+
+            def count(number: int) -> None:
+                bar.update(number)
+                on_image()
+
+            facts = validate_images(paths, resolver.folder, args.max_image_pixels, args.num_workers, world, count)
         data = build(pairs, facts)
         if world.is_main:
             check_bad_rows(source, data.bad_rows, len(pairs), args.max_bad_fraction, folder / report)

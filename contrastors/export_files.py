@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3VLForConditionalGeneration
 
 from contrastors.checkpoint import ADAPTER_FILE, GENERATION_PREFIX, STATE_FILE
+from contrastors.loading import weight_files
 from contrastors.records import dump_json, write_text
 
 CONFIG_FILE = "adapter_config.json"
@@ -135,13 +136,6 @@ def find_base_folder(model: str) -> Path:
         return Path(model)
     patterns = [f"*{suffix}" for suffix in (*_COPIED_SUFFIXES, ".safetensors")]
     return Path(snapshot_download(model, allow_patterns=[*patterns, "LICENSE*", "NOTICE*"]))
-
-
-def weight_files(base: Path) -> list[Path]:
-    """Returns the safetensors files that make up a checkpoint."""
-    if (base / INDEX_FILE).is_file():
-        return sorted({base / name for name in _read_json(base / INDEX_FILE)["weight_map"].values()})
-    return [base / "model.safetensors"]
 
 
 def check_space(base: Path, output: Path, dtype: str) -> None:

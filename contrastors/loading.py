@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import sys
 import warnings
 from collections.abc import Iterable
@@ -16,7 +18,7 @@ from transformers.utils import cached_file, logging
 from contrastors.biqwen3 import BiQwen3
 from contrastors.checkpoint import BadCheckpoint, load_adapter, read_base_weights
 from contrastors.cli import require_model_folder
-from contrastors.distributed import World, from_main
+from contrastors.distributed import World, from_main, rank
 from contrastors.processing import BiQwen3Processor
 
 _BLOCK_BYTES = 1 << 24
@@ -75,6 +77,15 @@ def identify_model(model: str) -> str:
     return hash_files(path for path in folder.iterdir() if path.suffix in _CHECKPOINT_FILES)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the safetensors files that make up a checkpoint."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [folder / "model.safetensors"]
+    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return sorted({folder / name for name in names})
+
+
 def identify_weights(model: str) -> str:
     """Returns the hash of a checkpoint's weights; equal for a hub name, for its folder, and wherever that moves.
 
@@ -82,11 +93,21 @@ def identify_weights(model: str) -> str:
         model: Hub name or folder, loaded before.
     """
     folder = Path(model) if Path(model).is_dir() else Path(cached_file(model, "config.json")).parent
-    return hash_files(folder.glob("*.safetensors"))
+    files = [path for path in weight_files(folder) if path.is_file()]
+    if not files:
+        raise ValueError(f"--model {model}: holds no model.safetensors")
+    return _hash_weights(tuple((path, path.stat().st_mtime_ns) for path in files))
+
+
+@functools.cache
+def _hash_weights(files: tuple[tuple[Path, int], ...]) -> str:
+    return hash_files(path for path, _ in files)
 
 
 def check_base_weights(adapter: str | Path, model: str) -> None:
     """Looks whether a base model is the one that an adapter was trained on; equal shapes do not make it that.
+
+    The main rank reads the weights. Collective.
 
     Args:
         adapter: Folder; one that does not tell its base's weights passes.
@@ -96,7 +117,7 @@ def check_base_weights(adapter: str | Path, model: str) -> None:
         BadCheckpoint: It is another one.
     """
     trained_on = read_base_weights(adapter)
-    if trained_on and trained_on != identify_weights(model):
+    if trained_on and trained_on != from_main(identify_weights(model) if rank() == 0 else None):
         raise BadCheckpoint(f"{adapter}: was trained on other weights than those of --model {model}")
 
 

@@ -12,7 +12,7 @@ import shutil
 import unicodedata
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,11 +234,12 @@ def settle_files(folder: Path) -> None:
 
     safetensors makes files that only their owner can read; a server, or a colleague, is another user.
     """
-    umask = os.umask(0)
+    umask = os.umask(0o077)  # it can only be read by setting it
     os.umask(umask)
     for path in folder.rglob("*"):
         if path.is_file():
-            path.chmod(0o666 & ~umask)
+            with suppress(OSError):  # some mounts know no rights
+                path.chmod(0o666 & ~umask)
         sync_file(path)
     sync_file(folder)
 

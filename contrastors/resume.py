@@ -169,23 +169,22 @@ def check_origin(args: argparse.Namespace, state: TrainState, base_weights: str,
         rows: Hash of the usable rows.
 
     Raises:
-        ValueError: Weights or file are not those of the checkpoint, without `--allow-changed-args`.
+        ValueError: The weights are others; or the file is, without `--allow-changed-args`.
     """
-    changed, notes = [], []
     if state.base_weights not in ("", base_weights):
-        changed.append(f"--model {args.model} has other weights than those that this checkpoint was trained on")
+        raise ValueError(f"--model {args.model} has other weights than those that this checkpoint was trained on")
+    notes = []
     if file and state.rows not in ("", rows):
         text = f"the usable rows of {args.train_jsonl} are not those of the checkpoint, so they come in another order"
-        if state.train_file == file:
-            notes.append(f"{text}: images went bad, or were mended")
-        else:
-            changed.append(text)
-    if changed and not args.allow_changed_args:
-        raise ValueError(f"{'; '.join(changed)}; put that right, or add --allow-changed-args")
+        if state.train_file != file and not args.allow_changed_args:
+            raise ValueError(f"{text}; put that right, or add --allow-changed-args")
+        notes.append(
+            text + (" (the file is the same: pictures or flags are others)" if state.train_file == file else "")
+        )
     state.base_weights = base_weights
     if file:
         state.train_file, state.rows = file, rows
-    return notes + changed
+    return notes
 
 
 def restore_state(args: argparse.Namespace, saved: dict[str, Any], log: RunLog) -> TrainState:

@@ -40,7 +40,7 @@ SKIP_REASONS = (
     "positive_unreadable",
     "positive_not_confirmed",
 )
-BAD_FRACTION_HELP = (
+LOST_FRACTION_HELP = (
     "stop before any request when more positives are missing; exit code 1 when more rows are lost; 1 = never"
 )
 PARENT_VARIABLE = "CONTRASTORS_FILTER_PARENT"  # process number of the chunk runner; a filter ends with its runner

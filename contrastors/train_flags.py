@@ -176,7 +176,7 @@ def _refuse_for_mode(args: argparse.Namespace, typed: set[str]) -> list[tuple[bo
     if args.query_side_backward == "direct":
         idle = [name for name in OF_CHUNKS if name in typed]
         refused += [(True, f"{_flag(name)} acts on --query-side-backward gradcache only") for name in idle]
-    elif args.query_chunk and "grad_cache_chunk" in typed:
+    elif args.query_chunk and "grad_cache_chunk" in typed and not args.resume:
         refused.append((True, "--grad-cache-chunk and --query-chunk both say how many queries a forward has; give one"))
     service = sorted({"search_api_batch_size", "test_jsonl"} & typed) if not args.search_api_url else ()
     refused += [(getattr(args, name) is not None, f"{_flag(name)} needs --search-api-url") for name in service]

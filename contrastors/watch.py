@@ -7,10 +7,10 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path
 
 SILENCE_S = 600.0
-_OWN = Path(__file__).resolve().parent
+_OWN = os.path.dirname(os.path.abspath(__file__))
+_PLACES = (_OWN, os.path.dirname(_OWN))
 
 
 class Watch:
@@ -60,7 +60,8 @@ class Watch:
 def find_place(thread: int) -> str:
     """Returns the innermost line of this project that a thread is in, or its innermost line where there is none."""
     innermost = frame = sys._current_frames()[thread]
-    while frame is not None and Path(frame.f_code.co_filename).resolve().parent not in (_OWN, _OWN.parent):
+    # By names alone: a look at the file system could hang like what is to be told of.
+    while frame is not None and os.path.dirname(os.path.abspath(frame.f_code.co_filename)) not in _PLACES:
         frame = frame.f_back
     frame = frame or innermost
-    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+    return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"

@@ -44,7 +44,7 @@ say "training with the filtered hard negatives, from the base"
 "${train[@]}" --train-jsonl "$DEMO/filtered.jsonl" --num-hard-negatives 2 --max-steps 180 --output-dir "$DEMO/hard_negatives"
 
 adapters=(--adapter "$DEMO/in_batch/checkpoint-120" --adapter "$DEMO/hard_negatives/checkpoint-180")
-if [ "$ARMS" = all ]; then
+if [ "${ARMS:-}" = all ]; then
   say "two more arms: in-batch with the compute of hard negatives, and hard negatives without the filter"
   "${train[@]}" --train-jsonl "$data/train.jsonl" --output-dir "$DEMO/in_batch_longer" --max-steps 350
   "${train[@]}" --train-jsonl "$DEMO/mined.jsonl" --num-hard-negatives 2 --max-steps 180 --output-dir "$DEMO/unfiltered"

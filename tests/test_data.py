@@ -389,7 +389,9 @@ def test_an_image_that_vanishes_after_validation_is_one_sentence_with_its_path(p
     gone = str(shutil.copy(tiles[3], tmp_path / "going.png"))
     dataset = build(processor, make_pairs([gone, *tiles[4:6]], [("a", 0, []), ("b", 1, []), ("c", 2, [])]))
     os.unlink(gone)
-    wanted = f"{gone} can no longer be read (No such file or directory); it was good when the run began"
+    wanted = (
+        f"{gone} can no longer be read (No such file or directory); it was good when the run began; mend it and go on"
+    )
     with pytest.raises(ValueError) as caught:
         list(load_batches(dataset, 0, 1, num_workers, CPU))
     assert str(caught.value) == wanted
@@ -502,6 +504,8 @@ def test_a_name_too_long_for_sockets_of_workers_is_told_and_the_longest_works(tm
     """Beyond it the worker's thread that sends batches dies alone, and the rank would wait for half an hour."""
     folder = tmp_path_factory.mktemp("long")
     length = LONGEST_SOCKET_FOLDER - len("/pymp-12345678") + num_more
+    if length - len(str(folder)) < 2:
+        pytest.skip(f"{folder} is too long itself")
     folder /= "x" * (length - len(str(folder)) - 1)
     folder.mkdir()
     whole = WAITING.replace("range(99)", "range(3)")

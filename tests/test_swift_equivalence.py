@@ -230,7 +230,7 @@ def test_a_resumed_run_refuses_flags_that_could_not_act_and_does_no_step_too_man
     for words, sentence in (
         (["--lr", "5"], "--lr 5.0 (checkpoint: "),
         (["--lora-r", "99"], "--lora-r 99 (checkpoint: "),
-        (["--temperature", "0.5"], "swift goes on with the optimizer, schedule and adapter of the checkpoint"),
+        (["--weight-decay", "0.5"], "swift goes on with the adapter and the optimizer of the checkpoint"),
     ):
         code, said = train_here(capsys, "--resume", str(run / "checkpoint-2"), *words, "--device", "cpu")
         assert code == 1 and sentence in said, said

@@ -45,8 +45,8 @@ def test_a_silent_main_thread_is_told_of_with_its_place_again_and_again(capsys):
 
 
 def test_signs_of_life_keep_it_quiet(capsys):
-    with Watch(0, silence_s=2.0) as watch:
-        for step in range(52):
+    with Watch(0, silence_s=4.0) as watch:
+        for step in range(90):
             watch.sign(f"step {step}")
             time.sleep(0.05)
     assert not capsys.readouterr().err
