@@ -565,6 +565,7 @@ def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[
     """Returns the run, its training set (None for `--eval-only`) and the checkpoint that it continues."""
     from contrastors import distributed
     from contrastors.checkpoint import load_scale
+    from contrastors.data import BatchOrder
     from contrastors.datasets import load_data
     from contrastors.loading import load_bi_encoder
     from contrastors.logit_scale import LogitScale
@@ -584,6 +585,8 @@ def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[
     for note in notes:
         log.say(note)
     train_data, eval_set = load_data(args, world, log, folder, lambda: watch.sign("checking images"))
+    if train_data is not None:  # refuses fewer rows than a batch, before the model is loaded
+        BatchOrder(len(train_data.rows), args.batch_size * world.size, args.seed)
     watch.sign("loading the model")
     limits = args.max_num_visual_tokens, args.max_query_tokens
     model, processor = load_bi_encoder(args.model, world.device, args.dtype, args.attn_implementation, *limits)
