@@ -553,7 +553,8 @@ def take_state(args: argparse.Namespace, saved: dict[str, Any], world: World, lo
     origin = None
     if world.is_main:
         rows = (hash_file(args.train_jsonl), digest_rows(data)) if data is not None else ("", "")
-        origin = (identify_weights(args.model), *rows)
+        is_needed = saved or data is not None  # an evaluation of the base alone compares nothing
+        origin = (identify_weights(args.model) if is_needed else "", *rows)
     for note in check_origin(args, state, *from_main(origin)):
         log.say(f"changed on resume: {note}")
     if saved and state.step == args.max_steps and not args.eval_only:
