@@ -54,6 +54,13 @@ def colour_set(tmp_path: Path) -> Path:
     return make_colour_set(tmp_path)
 
 
+@pytest.fixture
+def split_dir(tmp_path: Path) -> Path:
+    from tests.packaging import make_split_dir
+
+    return make_split_dir(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """F3 of the cases: a two-layer Qwen3-VL with random weights, as a checkpoint folder."""

@@ -1,4 +1,4 @@
-"""filter_hard_negatives_vqa.py against a local server: what is kept, what is asked, and what a stop leaves behind."""
+"""filter_hard_negatives_vqa.py against a local server: what is kept, what is asked, and what fails."""
 
 from __future__ import annotations
 
