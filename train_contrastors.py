@@ -522,6 +522,7 @@ def write_summary(run: Run) -> None:
 def check_start(args: argparse.Namespace, world: World, checkpoint: Path | None) -> None:
     """Finds what would stop the run later: before every image is looked at, which may take long. Collective."""
     from contrastors.distributed import gather_objects
+    from contrastors.loading import check_attention
     from contrastors.run_folder import check_output_folder, find_results
 
     folder = Path(args.output_dir)
@@ -531,8 +532,7 @@ def check_start(args: argparse.Namespace, world: World, checkpoint: Path | None)
             f"ranks found different checkpoints ({', '.join(sorted(set(found)))}); all must see one folder"
         )
     require_model_folder(args.model)
-    if args.attn_implementation == "flash_attention_2" and world.device.type != "cuda":
-        raise ValueError(f"--attn-implementation flash_attention_2 needs cuda; this is {world.device}")
+    check_attention(args.attn_implementation, world.device)
     if not world.is_main:
         return
     check_output_folder(folder)

@@ -14,9 +14,9 @@ from torch import nn
 
 from contrastors.biqwen3 import BiQwen3
 from contrastors.distributed import gather_objects
-from contrastors.images import MAX_ASPECT_RATIO
+from contrastors.images import MAX_ASPECT_RATIO, MIN_VISUAL_TOKENS
 from contrastors.loss import Chunk, ChunkOutOfMemory, LossOutput, get_cached_gradients, grad_cache_loss
-from contrastors.processing import MIN_VISUAL_TOKENS, BiQwen3Processor, Inputs
+from contrastors.processing import BiQwen3Processor, Inputs
 from contrastors.rand_state import RandContext
 
 MAX_PADDED_TO_REAL = 1.05  # of a chunk that is packed by tokens

@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 MAX_IMAGE_PIXELS = 178_956_970  # where Pillow itself refuses: twice its Image.MAX_IMAGE_PIXELS
+MIN_VISUAL_TOKENS = 4  # of --max-num-visual-tokens: below, the smallest size of the image processor is over the limit
 MAX_ASPECT_RATIO = 200  # Qwen-VL's own limit in smart_resize
 # No EPS, PDF or other format that would start a program or run code on a file from a data set.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")

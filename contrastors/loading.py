@@ -32,6 +32,12 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # counts cores, not what waits on disks
 
 
+def check_attention(implementation: str, device: torch.device) -> None:
+    """Raises ValueError where an `--attn-implementation` does not run on a device."""
+    if implementation == "flash_attention_2" and device.type != "cuda":
+        raise ValueError(f"--attn-implementation flash_attention_2 needs cuda; this is {device}")
+
+
 def load_bi_encoder(
     model: str,
     device: torch.device,
@@ -54,9 +60,8 @@ def load_bi_encoder(
         ValueError: The checkpoint cannot be used, or not in this way.
     """
     require_model_folder(model)
+    check_attention(attn_implementation, device)
     on_cuda = device.type == "cuda"
-    if attn_implementation == "flash_attention_2" and not on_cuda:
-        raise ValueError(f"--attn-implementation flash_attention_2 needs cuda; this is {device}")
     processor = BiQwen3Processor.from_pretrained(model, max_num_visual_tokens, max_query_tokens)
     pixels = processor.image_processor
     attention = "sdpa" if attn_implementation == "auto" else attn_implementation

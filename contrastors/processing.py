@@ -17,12 +17,11 @@ from jinja2 import TemplateError
 from PIL import Image
 from transformers import AutoProcessor
 
-from contrastors.images import pad_small
+from contrastors.images import MIN_VISUAL_TOKENS, pad_small
 from contrastors.pixels import pack_patches
 
 QUERY_INSTRUCTION = "Retrieve images or text relevant to the user's query."
 DOCUMENT_INSTRUCTION = "Represent the user's input."
-MIN_VISUAL_TOKENS = 4  # below, the smallest size of the image processor cannot be kept under the limit
 _PLACEHOLDER = "PLACEHOLDER7TEXT"
 
 

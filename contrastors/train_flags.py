@@ -13,6 +13,7 @@ from contrastors.cli import (
     positive_float,
     positive_int,
 )
+from contrastors.images import MIN_VISUAL_TOKENS
 from contrastors.metrics import HEADLINES
 
 # Trains the query tower alone; documents keep the base model's vectors.
@@ -125,8 +126,8 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: s
         (wants_other_scheduler, f"--num-cycles acts on --scheduler cosine-restarts only, not on {args.scheduler}"),
         (not 0.01 <= args.temperature <= 1, f"--temperature {args.temperature}: stays within 0.01 and 1, start there"),
         (
-            args.max_num_visual_tokens < 4,
-            f"--max-num-visual-tokens {args.max_num_visual_tokens}: at least 4 are needed",
+            args.max_num_visual_tokens < MIN_VISUAL_TOKENS,
+            f"--max-num-visual-tokens {args.max_num_visual_tokens}: at least {MIN_VISUAL_TOKENS} are needed",
         ),
         (args.lora_dropout == 1, "--lora-dropout 1 leaves nothing to train"),
         (

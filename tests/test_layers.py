@@ -49,7 +49,7 @@ SAME_FLOOR = {
     ("evaluation", "batches"), ("embeddings", "batches"), ("mining", "embeddings"),
     ("loading", "checkpoint"), ("comparison", "metrics"), ("plots", "metrics"), ("plots", "records"),
     ("swift_rows", "images"), ("swift_rows", "records"),
-    ("train_flags", "cli"), ("train_flags", "metrics"), ("resume", "run_folder"),
+    ("train_flags", "cli"), ("train_flags", "images"), ("train_flags", "metrics"), ("resume", "run_folder"),
 }  # fmt: skip
 MODULES = sorted({path.stem for path in LIBRARY.glob("*.py")} - {"__init__"})
 HEAVY = ("torch", "torchvision", "transformers", "peft", "accelerate", "safetensors", "datasets")

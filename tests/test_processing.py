@@ -23,10 +23,10 @@ from contrastors.demo import (
     make_model,
     make_tokenizer,
 )
+from contrastors.images import MIN_VISUAL_TOKENS
 from contrastors.pixels import pack_patches, unpack_patches
 from contrastors.processing import (
     DOCUMENT_INSTRUCTION,
-    MIN_VISUAL_TOKENS,
     QUERY_INSTRUCTION,
     BiQwen3Processor,
     Inputs,
