@@ -56,7 +56,7 @@ def colour_set(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def split_dir(tmp_path: Path) -> Path:
-    from tests.packaging import make_split_dir
+    from tests.publishing import make_split_dir
 
     return make_split_dir(tmp_path)
 

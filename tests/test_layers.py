@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,14 @@ def test_what_stands_above_floor_zero_needs_torch():
         return "torch" in imported_modules(path) or any(FLOORS[other] > 0 for other in library_imports(path))
 
     assert not [name for name in MODULES if FLOORS[name] > 0 and not needs_torch(name)]
+
+
+@pytest.mark.parametrize("folder", [".", "tests", "benchmarks"])
+def test_no_file_beside_a_script_hides_an_installed_module(folder):
+    # Python puts the folder of a script first on its path: there tests/packaging.py would be transformers' packaging.
+    ours = {path.stem for path in (ROOT / folder).glob("*.py")}
+    installed = {name for name, owners in packages_distributions().items() if "contrastors-qwen3vl" not in owners}
+    assert not ours & (installed | sys.stdlib_module_names) - {"__init__"}
 
 
 def test_the_library_imports_no_script():

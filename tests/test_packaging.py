@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from contrastors.records import read_pairs
 from contrastors.shards import check_name, file_sha256, read_checksums, shard_name, write_checksums
 from tests.conftest import ROOT, write_rows
-from tests.packaging import draw_tile, extract, package, prepare, tree
+from tests.publishing import draw_tile, extract, package, prepare, tree
 
 # --- package ---------------------------------------------------------------------------------------------------------
 

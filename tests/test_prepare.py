@@ -15,7 +15,7 @@ from contrastors.datacard import FieldTypes
 from contrastors.images import content_hash
 from contrastors.records import read_pairs
 from tests.conftest import write_rows
-from tests.packaging import draw_tile, package, prepare, rows_of, tree
+from tests.publishing import draw_tile, package, prepare, rows_of, tree
 
 
 def test_prepared_rows_keep_every_field_and_find_the_same_images(split_dir: Path, tmp_path: Path):
