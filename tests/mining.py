@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,9 +17,7 @@ from contrastors.evaluation import embed
 from contrastors.loading import load_encoder
 from contrastors.negatives import FILTER_MODES
 from tests.conftest import write_rows
-from tests.runs import environment
 
-ROOT = Path(__file__).resolve().parent.parent
 WORLD = World(0, 1, torch.device("cpu"))
 
 
@@ -40,13 +36,6 @@ def flags_of(folder: Path, checkpoint: Path, **flags: object) -> list[str]:
         if value is not None:
             argv += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
     return argv
-
-
-def start(arguments: list[str]) -> subprocess.Popen:
-    """Starts Python in a process group of its own."""
-    pipe, env = subprocess.PIPE, environment(PYTHONPATH=str(ROOT))
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
 
 
 def check_counts(stats: dict) -> None:

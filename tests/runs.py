@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import warm
+from tests.conftest import ROOT
+
 SCRIPT = ROOT / "train_contrastors.py"
 
 
@@ -65,15 +68,30 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""} | more
 
 
-def start(argv: list[str], num_processes: int = 1, torchrun: list[str] | None = None) -> subprocess.Popen:
-    """Starts the script in its own process group, under torchrun where there are several processes."""
-    command = [sys.executable, str(SCRIPT), *argv]
-    if num_processes > 1 or torchrun:
-        options = torchrun or ["--standalone"]
-        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_processes}", *options]
-        command = [*launcher, *command[1:]]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
+def spawn(*arguments: object, **variables: str) -> subprocess.Popen:
+    """Starts Python in a process group of its own."""
+    command, pipe = [sys.executable, *map(str, arguments)], subprocess.PIPE
+    own = environment(**variables)
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=own, start_new_session=True)
+
+
+def torchrun(num_processes: int, *script: object, options: Sequence[str] = ("--standalone",)) -> subprocess.Popen:
+    """Starts a script on several ranks, each a fresh interpreter."""
+    return spawn("-m", "torch.distributed.run", f"--nproc_per_node={num_processes}", *options, *script)
+
+
+def warm_torchrun(num_processes: int, *script: object) -> tuple[int, str]:
+    """Runs a script on several ranks, forked from a process that knows the libraries: tests/warm.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(warm.ADDRESS, warm.start_server())
+        return finish(torchrun(num_processes, warm.__file__, *script))
+
+
+def start(argv: list[str], num_processes: int = 1, torchrun_options: list[str] | None = None) -> subprocess.Popen:
+    """Starts the script, under torchrun where there are several processes."""
+    if num_processes > 1 or torchrun_options:
+        return torchrun(num_processes, SCRIPT, *argv, options=torchrun_options or ("--standalone",))
+    return spawn(SCRIPT, *argv)
 
 
 def finish(process: subprocess.Popen, timeout: int = 200) -> tuple[int, str]:
@@ -87,8 +105,9 @@ def finish(process: subprocess.Popen, timeout: int = 200) -> tuple[int, str]:
     return process.returncode, out + err
 
 
-def run(argv: list[str], num_processes: int = 1) -> tuple[int, str]:
-    return finish(start(argv, num_processes))
+def run_on_ranks(argv: list[str], num_processes: int) -> tuple[int, str]:
+    """Runs the script on several ranks that nothing disturbs."""
+    return warm_torchrun(num_processes, SCRIPT, *argv)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,8 +12,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 import unicodedata
 import zlib
@@ -32,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from contrastors import cli
 from tests.conftest import COLOURS, ROOT, make_colour_set, write_rows
 from tests.judge_server import JudgeServer, Played, Request, error
-from tests.runs import arguments, environment, finish, losses, metrics, same_weights, train, weights
+from tests.runs import arguments, losses, metrics, same_weights, train, warm_torchrun, weights
 from tests.test_verify import model_with
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -588,7 +586,7 @@ sys.exit(script.main(sys.argv[1:]))
 
 @pytest.mark.dist
 def test_ranks_hold_equal_weights_after_steps_in_which_one_lacks_negatives(
-    tiny_model: Path, colour_set: Path, tmp_path: Path
+    tiny_model: Path, colour_set: Path, tmp_path: Path, monkeypatch
 ):
     """Vision and language adapters; queries have no pixels, and half of the rows no hard negatives."""
     rows = read(colour_set / "rows.jsonl")
@@ -598,10 +596,8 @@ def test_ranks_hold_equal_weights_after_steps_in_which_one_lacks_negatives(
     (tmp_path / "each_rank.py").write_text(EACH_RANK_SAVES)
     flags = {"num_hard_negatives": 2, "lora_vit": True, "max_steps": 3, "eval_steps": 0, "batch_size": 2}
     argv = arguments(tiny_model, colour_set, tmp_path / "run", **flags)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command, pipe = [*launcher, str(tmp_path / "each_rank.py"), str(tmp_path), *argv], subprocess.PIPE
-    own = environment(PYTHONPATH=str(ROOT))
-    code, text = finish(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=own, start_new_session=True))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code, text = warm_torchrun(2, tmp_path / "each_rank.py", tmp_path, *argv)
     assert code == 0, text[-3000:]
     first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,6 +37,7 @@ from contrastors.processing import Inputs
 from contrastors.records import Pair, dump_json, read_pairs
 from contrastors.validation import check_image, image_paths
 from tests.gradients import build_model, embed_by_hand
+from tests.runs import warm_torchrun
 
 REPEATABLE = settings(derandomize=True, deadline=None, max_examples=25)
 ALONE = World(0, 1, torch.device("cpu"))
@@ -441,11 +440,8 @@ def work_as_rank(model_folder: Path, data_folder: Path) -> None:
 
 @pytest.mark.dist
 def test_two_ranks_agree_with_one_and_a_signal_on_one_stops_both(tiny_model, colour_set):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = [str(tiny_model), str(colour_set)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, text = warm_torchrun(2, __file__, tiny_model, colour_set)
+    assert code == 0, text[-3000:]
     ranks = [json.loads((colour_set / f"rank{rank}.json").read_text()) for rank in range(2)]
     facts, _, metrics, per_query, stopped_by = ranks[0]
     assert ranks[1][0] == facts and [rank[1] for rank in ranks] == [6, 6], "each rank decodes its share of the images"

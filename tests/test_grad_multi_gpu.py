@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from tests.gradients import (
     reference_loss,
     split_groups,
 )
+from tests.runs import warm_torchrun
 
 NUM_ROWS = 8
 SEED = 123
@@ -309,13 +309,8 @@ def local_gradients(encoder, model, scale, batch, world):
 )
 def ranks(request, tiny_model, tmp_path_factory):
     work = tmp_path_factory.mktemp(f"ranks{request.param}")
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}", __file__,
-        str(tiny_model), str(work),
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    code, text = warm_torchrun(request.param, __file__, tiny_model, work)
+    assert code == 0, text[-3000:]
     return json.loads((work / "found.json").read_text())
 
 

@@ -21,19 +21,17 @@ from contrastors.loading import load_encoder
 from contrastors.negatives import Hit, Positive, choose_negatives
 from contrastors.records import read_pairs
 from mine_hard_negatives import main
-from tests.conftest import write_rows
+from tests.conftest import ROOT, write_rows
 from tests.mining import (
-    ROOT,
     WORLD,
     check_spellings,
     embed_all,
     flags_of,
     read,
     same_but_scores,
-    start,
     write_spellings,
 )
-from tests.runs import finish
+from tests.runs import finish, spawn, warm_torchrun
 
 
 @pytest.fixture
@@ -455,7 +453,7 @@ def test_killed_while_embedding_and_started_again_at_most_one_batch_is_embedded_
 
     argv, log = flags_of(colour_set, tiny_model, batch_size=2), colour_set / "forwards.txt"
     log.touch()
-    process = start(["-c", SLOWED, str(log), str(ROOT / "mine_hard_negatives.py"), *argv])
+    process = spawn("-c", SLOWED, log, ROOT / "mine_hard_negatives.py", *argv, PYTHONPATH=str(ROOT))
     while len(log.read_text().splitlines()) < 9:  # 6 batches of queries, then tiles
         assert process.poll() is None, finish(process)
         time.sleep(0.02)
@@ -481,9 +479,7 @@ def test_two_processes_mine_what_one_mines_row_by_row(colour_set, tiny_model, on
         )
 
     assert main(argv("one.jsonl")) == 0
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = start([*launcher, str(ROOT / "mine_hard_negatives.py"), *argv("two.jsonl")])
-    code, text = finish(process, 120)
+    code, text = warm_torchrun(2, ROOT / "mine_hard_negatives.py", *argv("two.jsonl"))
     assert code == 0, text[-3000:]
     assert (colour_set / "one.jsonl").read_bytes() == (colour_set / "two.jsonl").read_bytes()
     shards = [file.stat().st_size // 16 for file in (colour_set / "two.embeddings").glob("*/*.keys")]

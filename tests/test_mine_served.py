@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from mine_hard_negatives import main
-from tests.conftest import write_rows
+from tests.conftest import ROOT, write_rows
 from tests.judge_server import Played
-from tests.mining import ROOT, check_spellings, embed_all, flags_of, read, same_but_scores, start, write_spellings
-from tests.runs import finish
+from tests.mining import check_spellings, embed_all, flags_of, read, same_but_scores, write_spellings
+from tests.runs import finish, spawn
 from tests.search_server import SearchServer, index_of
 
 
@@ -172,7 +172,7 @@ def test_killed_while_searching_the_second_start_asks_only_for_the_rest(service,
 
     with SearchServer(reply) as server:
         argv = flags_of(colour_set, tiny_model, batch_size=64, search_api_url=server.url)
-        process = start([str(ROOT / "mine_hard_negatives.py"), *argv])
+        process = spawn(ROOT / "mine_hard_negatives.py", *argv)
         while server.num_calls < 3:
             assert process.poll() is None, finish(process)
             time.sleep(0.01)

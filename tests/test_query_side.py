@@ -31,7 +31,7 @@ from tests.gradients import (
     reference_loss,
     split_groups,
 )
-from tests.runs import arguments, finish, largest_difference, losses, metrics, same_weights, start, train
+from tests.runs import arguments, largest_difference, losses, metrics, run_on_ranks, same_weights, train
 
 ALONE = World(0, 1, torch.device("cpu"))
 MODE = "query-side-tune"
@@ -400,7 +400,7 @@ def test_ranks_with_mixed_negatives_and_a_slow_one_do_the_same_steps(args, colou
     assert train(args("one", batch_size=8, **common)) == 0
     monkeypatch.setenv("PYTHONPATH", str(colour_set / "site"))
     for backward in ("direct", "gradcache"):
-        code, text = finish(start(args(backward, batch_size=4, query_side_backward=backward, **common), 2))
+        code, text = run_on_ranks(args(backward, batch_size=4, query_side_backward=backward, **common), 2)
         assert code == 0, text[-3000:]
         assert losses(colour_set / backward) == pytest.approx(losses(colour_set / "one"), abs=2e-5)
         assert len(losses(colour_set / backward)) == 12

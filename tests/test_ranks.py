@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.conftest import make_colour_set, write_rows
-from tests.runs import arguments, finish, largest_difference, losses, metrics, run, same_weights, start, train
+from tests.runs import arguments, finish, largest_difference, losses, metrics, run_on_ranks, same_weights, start, train
 
 pytestmark = pytest.mark.dist
 
@@ -33,7 +33,7 @@ shares_whole = pytest.mark.xdist_group("whole")
 @pytest.fixture(scope="module")
 def whole(tiny_model, tmp_path_factory) -> Path:
     folder = make_colour_set(tmp_path_factory.mktemp("whole"))
-    code, text = run(arguments(tiny_model, folder, folder / "run", **WHOLE, save_steps=0), 2)
+    code, text = run_on_ranks(arguments(tiny_model, folder, folder / "run", **WHOLE, save_steps=0), 2)
     assert code == 0, text[-3000:]
     return folder / "run"
 
@@ -64,7 +64,7 @@ def test_one_rank_of_eight_walks_the_path_of_two_of_four_and_four_of_two(args, c
     """--grad-reduction mean, dropout 0, clipping on: 20 steps, by value."""
     assert train(args("one", batch_size=8, **PATH)) == 0
     for num_ranks in (2, 4):
-        code, text = run(args(f"ranks{num_ranks}", batch_size=8 // num_ranks, **PATH), num_ranks)
+        code, text = run_on_ranks(args(f"ranks{num_ranks}", batch_size=8 // num_ranks, **PATH), num_ranks)
         assert code == 0, text[-3000:]
         found, wanted = losses(colour_set / f"ranks{num_ranks}"), losses(colour_set / "one")
         assert np.abs(np.subtract(found, wanted)).max() < 1e-4
@@ -76,7 +76,7 @@ def test_one_rank_of_eight_walks_the_path_of_two_of_four_and_four_of_two(args, c
 
 
 def test_another_number_of_ranks_resumes_with_the_same_rows_and_global_batch(args, colour_set):
-    assert run(args("run", batch_size=2, **(PATH | {"save_steps": 8})), 2)[0] == 0
+    assert run_on_ranks(args("run", batch_size=2, **(PATH | {"save_steps": 8})), 2)[0] == 0
     whole = losses(colour_set / "run")
     shutil.rmtree(colour_set / "run" / "checkpoint-16")
     shutil.rmtree(colour_set / "run" / "checkpoint-20")
@@ -93,7 +93,7 @@ def test_sigterm_to_one_rank_stops_all_after_the_step_and_the_run_resumes_bit_id
     code, text = finish(process, 60)
     assert code == 1 and "exitcode  : 143" in text, text[-3000:]
     (checkpoint,) = (colour_set / "stopped").glob("checkpoint-*")
-    code, text = run(["--resume", str(checkpoint)], 2)
+    code, text = run_on_ranks(["--resume", str(checkpoint)], 2)
     assert code == 0, text[-3000:]
     assert metrics(whole) == metrics(colour_set / "stopped")
     assert same_weights(whole / "checkpoint-60", colour_set / "stopped" / "checkpoint-60")
@@ -155,9 +155,9 @@ def test_thirteen_rows_a_damaged_image_and_a_rank_without_negatives_train_on(arg
     (colour_set / "damaged.png").write_bytes(b"\x89PNG\r\n\x1a\nno")
     write_rows(colour_set / "thirteen.jsonl", rows)
     flags = {"train_jsonl": colour_set / "thirteen.jsonl", "max_bad_fraction": 0.1, "num_hard_negatives": 2}
-    code, text = run(args("run", **flags, max_steps=3, lora_vit=True, eval_steps=0), 2)
+    code, text = run_on_ranks(args("run", **flags, max_steps=3, lora_vit=True, eval_steps=0), 2)
     assert code == 0, text[-3000:]
     assert "skipped 1 of 13 rows" in text
-    code, text = run(args("refused", **(flags | {"max_bad_fraction": 0.01}), eval_steps=0), 2)
+    code, text = run_on_ranks(args("refused", **(flags | {"max_bad_fraction": 0.01}), eval_steps=0), 2)
     assert code == 1 and "damaged.png" in text and text.count("error: ") == 1
     assert not os.path.exists(colour_set / "refused" / "checkpoint-2")

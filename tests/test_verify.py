@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +27,8 @@ from contrastors.gates import (
 )
 from contrastors.loading import load_bi_encoder
 from contrastors.plots import recall_curve
-from tests.conftest import COLOURS, make_colour_set
-from tests.runs import ROOT, arguments, environment, finish, train
+from tests.conftest import COLOURS, ROOT, make_colour_set
+from tests.runs import arguments, train, warm_torchrun
 
 CPU = torch.device("cpu")
 
@@ -126,11 +124,8 @@ def test_adapters_are_switched_on_one_base_and_leave_no_trace(trained: Path):
 
 def test_two_ranks_find_the_same(trained: Path):
     argv = ["--adapter", str(trained / "run" / "checkpoint-4"), "--eval-jsonl", str(trained / "rows.jsonl")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "verify_embeddings.py"), *argv, "--output", str(trained / "two.json"), "--overwrite"]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
-    code, text = finish(process)
+    output = ["--output", trained / "two.json", "--overwrite"]
+    code, text = warm_torchrun(2, ROOT / "verify_embeddings.py", *argv, *output)
     assert code == 0, text[-2000:]
     assert text.count("recall@10") == 1  # the main rank alone speaks
     expected = json.loads((trained / "run" / "eval_step4.json").read_text())

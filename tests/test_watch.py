@@ -9,7 +9,7 @@ import time
 import pytest
 
 from contrastors.watch import Watch, find_place
-from tests.runs import arguments, finish, losses, start
+from tests.runs import arguments, losses, run_on_ranks
 
 # Rank 1 waits for its data at step 3, rank 0 for rank 1; both are watched by the tenth of a second.
 STANDS_STILL = """
@@ -82,7 +82,7 @@ def test_of_a_rank_that_stands_still_all_ranks_tell_and_the_run_goes_on(tiny_mod
     (colour_set / "site" / "sitecustomize.py").write_text(STANDS_STILL)
     monkeypatch.setenv("PYTHONPATH", f"{colour_set / 'site'}")
     argv = arguments(tiny_model, colour_set, colour_set / "run", max_steps=4, eval_steps=0)
-    code, text = finish(start(argv, 2))
+    code, text = run_on_ranks(argv, 2)
     assert code == 0 and len(losses(colour_set / "run")) == 4, text[-3000:]
     told = re.findall(r"rank (\d) \(.+\): step 3 has taken \S+ minutes so far; it is in (\w+) \(", text)
     assert ("1", "_take_all") in told and any(rank == "0" and place != "_take_all" for rank, place in told), text
