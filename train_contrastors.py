@@ -52,6 +52,11 @@ if TYPE_CHECKING:
     from contrastors.watch import Watch
 
 LOWER_IS_BETTER = ("loss",)
+# Flags that may differ from rank to rank; what the files hold is compared by itself.
+OF_A_RANK = {
+    "num_workers", "device", "model", "train_jsonl", "eval_jsonl", "test_jsonl", "document_cache", "output_dir",
+    "overwrite", "report_to", "run_name", "resume",
+}  # fmt: skip
 ONE_AT_A_TIME = "chunks of one; use --gradient-checkpointing, or lower --max-num-visual-tokens or --max-query-tokens"
 CURVES = ("train/loss", "train/accuracy", "train/temperature", "eval/loss", "eval/recall@1", "eval/mrr", "eval/margin")
 
@@ -152,7 +157,7 @@ def compute_gradients(run: Run, batch: Batch) -> list[float]:
             return found
         if any_needs_halves and not run.chunking.halve():
             raise ValueError(f"out of memory at step {step + 1} with {ONE_AT_A_TIME}")
-        cut = f"chunks of {run.chunking.documents} documents, {run.chunking.num_retained} graphs retained here"
+        cut = f"chunks of {run.chunking.documents} documents, {run.chunking.num_retained} graphs retained on rank 0"
         run.log.say(f"step {step + 1}: a rank ran out of memory; it is done again, with {cut}")
 
 
@@ -170,6 +175,8 @@ def train_step(run: Run, batch: Batch) -> dict[str, float]:
         group["lr"] = group["peak_lr"] * factor
     found = compute_gradients(run, batch.to(run.world.device))
     loss, accuracy, interrupt, terminate, truncated, documents = found
+    if not args.logit_scale_lr:
+        run.logit_scale.log_scale.grad.zero_()  # it stands still, so it is no part of the norm
     grad_norm = torch.linalg.vector_norm(bucket.gradients).item()
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         rows = [run.train_set.data.rows[r].line for r in run.train_set.order.rows(state.step)]
@@ -468,22 +475,18 @@ def step_line(step: int, max_steps: int, values: dict[str, float]) -> str:
 # --------------------------------------------------------------------------------------------------------------- output
 
 
-def prepare_output(run: Run, is_resumed: bool) -> None:
+def prepare_output(run: Run, checkpoint: Path | None) -> None:
     """Makes the run folder ready: cleared, or taken back to the checkpoint's step. The main rank's work."""
     from contrastors.checkpoint import absolute_args
     from contrastors.run_folder import clear_results, go_back_to, remove_leftovers
-    from contrastors.runlog import cut_metrics
 
     args, folder = run.args, run.folder
     if args.overwrite:
         clear_results(folder)
     remove_leftovers(folder)
     run.log.open()
-    if is_resumed:
-        for note in go_back_to(folder, asdict(run.state), args.best_metric):
-            run.log.say(note)
-    else:
-        cut_metrics(folder / "metrics.jsonl", -1)
+    for note in go_back_to(folder, asdict(run.state), args.best_metric, checkpoint):
+        run.log.say(note)
     config = absolute_args(vars(args)) | {"world_size": run.world.size}
     run.log.write_records(config, str(run.world.device))
     name = args.run_name or folder.resolve().name
@@ -495,7 +498,7 @@ def write_summary(run: Run) -> None:
     data, state = run.train_set.data, run.state
     num_rows = len(data.rows) + len(data.bad_rows) + data.num_dropped
     summary = {
-        "completed": state.step == run.args.max_steps,
+        "completed": state.step == run.args.max_steps and not run.stop.agreed,
         "step": state.step,
         "rows": {"input": num_rows, "used": len(data.rows), "bad": len(data.bad_rows), "dropped": data.num_dropped},
         "documents": len(data.documents),
@@ -521,16 +524,13 @@ def write_summary(run: Run) -> None:
 
 def check_start(args: argparse.Namespace, world: World, checkpoint: Path | None) -> None:
     """Finds what would stop the run later: before every image is looked at, which may take long. Collective."""
-    from contrastors.distributed import gather_objects
+    from contrastors.distributed import require_agreement
     from contrastors.loading import check_attention
     from contrastors.run_folder import check_output_folder, find_results
 
     folder = Path(args.output_dir)
-    found = gather_objects(str(checkpoint))
-    if len(set(found)) > 1:
-        raise ValueError(
-            f"ranks found different checkpoints ({', '.join(sorted(set(found)))}); all must see one folder"
-        )
+    flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in OF_A_RANK}
+    require_agreement({"the checkpoint": str(checkpoint)} | flags)
     require_model_folder(args.model)
     check_attention(args.attn_implementation, world.device)
     if not world.is_main:
@@ -542,20 +542,30 @@ def check_start(args: argparse.Namespace, world: World, checkpoint: Path | None)
             raise ValueError(f"{held[0]} exists; use {instead} or another --output-dir")
 
 
-def take_state(args: argparse.Namespace, saved: dict[str, Any], world: World, log: RunLog, data: Any) -> TrainState:
+def take_state(
+    args: argparse.Namespace, saved: dict[str, Any], model: BiQwen3, log: RunLog, data: Any, eval_set: Any
+) -> TrainState:
     """Returns the state to go on from; base model and rows must be those that it stands for. Collective."""
     from contrastors.data import digest_rows
-    from contrastors.distributed import from_main
-    from contrastors.loading import hash_file, identify_weights
-    from contrastors.resume import check_origin, restore_state
+    from contrastors.distributed import from_main, require_agreement
+    from contrastors.loading import hash_file, identify_weights, sample_weights
+    from contrastors.resume import Origin, check_origin, restore_state
 
     state = restore_state(args, saved, log)
+    rows = eval_rows = ""
+    if data is not None:
+        rows = digest_rows(data.documents, ((row.query, [row.positive, *row.negatives]) for row in data.rows))
+    if eval_set is not None and not args.eval_only:
+        eval_rows = digest_rows(eval_set.documents, zip(eval_set.queries, eval_set.positives, strict=True))
+    place = f"step {state.step} of run {saved.get('run_id')}"
+    require_agreement(
+        {"--train-jsonl": rows, "--eval-jsonl": eval_rows, "--model": sample_weights(model), "the checkpoint": place}
+    )
     origin = None
-    if world.is_main:
-        rows = (hash_file(args.train_jsonl), digest_rows(data)) if data is not None else ("", "")
-        is_needed = saved or data is not None  # an evaluation of the base alone compares nothing
-        origin = (identify_weights(args.model) if is_needed else "", *rows)
-    for note in check_origin(args, state, *from_main(origin)):
+    if log.is_main and (saved or data is not None):  # an evaluation of the base alone compares nothing
+        file = hash_file(args.train_jsonl) if data is not None else ""
+        origin = Origin(identify_weights(args.model), file, rows, eval_rows)
+    for note in check_origin(args, state, from_main(origin) or Origin()):
         log.say(f"changed on resume: {note}")
     if saved and state.step == args.max_steps and not args.eval_only:
         log.say(f"step {state.step} of {args.max_steps} is done; for more: --max-steps N --allow-changed-args")
@@ -594,7 +604,7 @@ def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[
     logit_scale = LogitScale(args.temperature).to(world.device)
     if checkpoint is not None:
         load_scale(checkpoint, logit_scale)
-    state = take_state(args, saved, world, log, train_data)
+    state = take_state(args, saved, model, log, train_data, eval_set)
     run = Run(args, world, watch, log, folder, processor, model, logit_scale, state, StopSignals(), eval_set)
     run.chunking = recorded_chunking(args, saved)
     model.documents_by_base = args.mode != "standard"
@@ -614,7 +624,7 @@ def do(run: Run, train_data: Any, checkpoint: Path | None) -> None:
     if not run.args.eval_only:
         begin_training(run, train_data, checkpoint)
         if run.world.is_main:
-            prepare_output(run, checkpoint is not None)
+            prepare_output(run, checkpoint)
         if run.model.documents_by_base:
             freeze_documents(run)
         train(run)

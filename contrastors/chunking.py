@@ -66,7 +66,10 @@ class Chunking:
         if self.documents == 1 and self.queries <= 1 and self.query_tokens <= 1:
             return False
         self.query_tokens //= 2
-        self.documents, self.tokens = max(1, self.documents // 2), self.tokens // 2
+        if self.tokens:  # never to 0, which would mean no limit
+            self.documents = min(self.documents, self.tokens // MIN_VISUAL_TOKENS)
+            self.tokens = max(MIN_VISUAL_TOKENS, self.tokens // 2)
+        self.documents = max(1, self.documents // 2)
         self.queries = max(1, self.queries // 2) if self.queries else 0
         return True
 
@@ -284,15 +287,16 @@ def measure_chunk(model: BiQwen3, chunk: Chunk, reuse_features: bool) -> ChunkCo
 
 
 def count_free_bytes(device: torch.device) -> int:
-    """Returns the memory that new tensors could take: of the cuda device, or of the machine."""
+    """Returns the memory that new tensors could take: of the cuda device, or this rank's share of the machine's."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
     except OSError:  # no Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def count_fitting_graphs(cost: ChunkCost, budget: int, num_visual: int, num_chunks: int) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from contrastors.distributed import World, from_main, gather_objects
+from contrastors.distributed import World, from_main, gather_objects, require_agreement
 from contrastors.records import BadRow, Pair
 from contrastors.validation import FactCache, ImageFact, check_images
 
@@ -34,13 +34,14 @@ def validate_images(
     Collective: every rank must call it, with equal arguments.
 
     Args:
-        paths: Distinct files.
+        paths: Distinct files; ranks that see others are told apart.
         cache_folder: Folder of the JSONL, where facts are remembered.
         max_image_pixels: Larger pictures are bad images.
         num_workers: Processes of this rank.
         world: Ranks.
         on_progress: Called with 1 after each file of this rank.
     """
+    require_agreement({"the list of images": _hash_paths(paths)})
     cache = FactCache(cache_folder)
     known = from_main({path: fact for path in paths if (fact := cache.get(path, max_image_pixels))})
     unknown = [path for path in paths if path not in known]
@@ -49,6 +50,10 @@ def validate_images(
     if world.is_main:
         cache.add(found)
     return known | {fact.path: fact for fact in found}
+
+
+def _hash_paths(paths: Sequence[str]) -> str:
+    return hashlib.blake2b("\0".join(paths).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
 
 
 class DocumentTable:
@@ -161,14 +166,14 @@ def build_training_set(
     return result
 
 
-def digest_rows(data: TrainingSet) -> str:
-    """Returns a hash of the usable rows: other rows, documents or usable negatives make another order of training."""
+def digest_rows(documents: DocumentTable, rows: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Returns a hash of queries with the numbers of their documents, and of the documents' contents."""
     digest = hashlib.blake2b(digest_size=16)
-    for number in range(len(data.documents)):
-        digest.update(bytes.fromhex(data.documents.content(number)))
-    for row in data.rows:
-        digest.update(row.query.encode() + b"\0")
-        digest.update(np.array([row.positive, *row.negatives, NO_DOCUMENT], dtype="<i8").tobytes())
+    for number in range(len(documents)):
+        digest.update(bytes.fromhex(documents.content(number)))
+    for query, numbers in rows:
+        digest.update(query.encode() + b"\0")
+        digest.update(np.array([*numbers, NO_DOCUMENT], dtype="<i8").tobytes())
     return digest.hexdigest()
 
 

@@ -55,6 +55,11 @@ def load_data(
         build = lambda pairs, facts: build_training_set(pairs, facts, *options)  # noqa: E731
         train = load(args.train_jsonl, args.max_train_rows, with_negatives, build, "bad_rows.jsonl")
         report_training_set(args, train, log)
+        if args.batch_size * world.size == 1 and not all(row.negatives for row in train.rows):
+            raise ValueError(
+                "a global batch of one row has nothing to contrast where the row has no usable negative; use a larger "
+                "--batch-size, or --missing-negatives drop-row"
+            )
     if args.eval_steps or args.eval_only:
         evaluation = load(args.eval_jsonl, args.max_eval_rows, True, build_eval_set, "bad_eval_rows.jsonl")
         missing = f", {evaluation.num_bad_negatives} negatives unreadable" if evaluation.num_bad_negatives else ""

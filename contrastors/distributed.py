@@ -206,6 +206,22 @@ def from_main(value: Any) -> Any:
     return values[0]
 
 
+def require_agreement(found: dict[str, Any]) -> None:
+    """Raises ValueError on every rank where they differ in what must be the same. Collective.
+
+    Args:
+        found: Name -> value on this rank; long ones as a hash.
+    """
+    everyone = gather_objects(found)
+    for number, other in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if other[name] != value:
+                raise ValueError(
+                    f"ranks must do the same, but {name} is {other[name]} on rank {number} and {value} on rank 0; "
+                    "start all with the same flags, on the same files"
+                )
+
+
 def barrier() -> None:
     """Waits for all ranks. Collective."""
     from_main(None)

@@ -9,7 +9,7 @@ import argparse
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from contrastors.checkpoint import absolute_args, read_state
 from contrastors.chunking import Chunking
@@ -28,16 +28,15 @@ FREE_ON_RESUME = OF_THIS_CALL | {
 # What the recorded chunking of a checkpoint was chosen for; while they stay, it stays.
 CHUNKING = (
     "grad_cache_chunk", "chunk_tokens", "query_chunk", "retain_graphs", "memory_budget_gb", "reuse_vision_features",
-    "query_side_backward",
+    "query_side_backward", "batch_size", "num_hard_negatives", "max_num_visual_tokens", "gradient_checkpointing",
+    "dtype", "attn_implementation", "device",
 )  # fmt: skip
-# What the best checkpoint is measured by.
-MEASURE = ("best_metric", "eval_jsonl", "max_eval_rows")
 # An evaluation may ask anything of an old adapter but another adapter.
 EVAL_FREE = FREE_ON_RESUME | {
     "max_num_visual_tokens", "max_query_tokens", "dtype", "attn_implementation", "seed",
 }  # fmt: skip
-# Written into the adapter: another value could not act on a resumed run.
-FIXED_BY_ADAPTER = {"mode", "model", "lora_r", "lora_alpha", "lora_dropout", "lora_vit"}
+# In the files of a checkpoint, temperature as it was learned: another value could not act on a resumed run.
+FIXED_BY_CHECKPOINT = {"mode", "model", "lora_r", "lora_alpha", "lora_dropout", "lora_vit", "temperature"}
 
 
 @dataclass(slots=True)
@@ -55,6 +54,7 @@ class TrainState:
     base_weights: str = ""
     train_file: str = ""
     rows: str = ""
+    eval_rows: str = ""
 
 
 def locate_checkpoint(args: argparse.Namespace) -> tuple[Path | None, dict[str, Any], list[str]]:
@@ -93,7 +93,8 @@ def take_flags(
         args.output_dir = str(checkpoint.parent)
     elif not args.eval_only and Path(args.output_dir).resolve() != checkpoint.parent.resolve():
         raise ValueError(f"--resume continues in {checkpoint.parent}; leave --output-dir out")
-    return merge_args(args, typed, saved, EVAL_FREE if args.eval_only else FREE_ON_RESUME, FIXED_BY_ADAPTER, world_size)
+    free = EVAL_FREE if args.eval_only else FREE_ON_RESUME
+    return merge_args(args, typed, saved, free, FIXED_BY_CHECKPOINT, world_size)
 
 
 def merge_args(
@@ -109,7 +110,7 @@ def merge_args(
         typed: Names of the flags that were typed.
         state: trainer_state.json.
         free: Flags that do not alter what is trained.
-        fixed: Flags that the adapter itself holds: another value could not act.
+        fixed: Flags whose values are in the files of the checkpoint: another one could not act.
         world_size: Ranks now.
 
     Raises:
@@ -125,7 +126,9 @@ def merge_args(
         if name not in typed and hasattr(args, name):
             setattr(args, name, value)
     if fixed.intersection(differing):
-        raise ValueError(f"{'; '.join(changed)}: the adapter of a checkpoint cannot change; start a new run")
+        raise ValueError(
+            f"{'; '.join(changed)}: adapter and temperature of a checkpoint are in its files; start a new run"
+        )
     if args.eval_only:
         return []
     changed += _share_global_batch(args, "batch_size" in typed, state["global_batch"], world_size)
@@ -156,39 +159,55 @@ def _share_global_batch(args: argparse.Namespace, is_typed: bool, global_batch: 
     return []
 
 
-def check_origin(args: argparse.Namespace, state: TrainState, base_weights: str, file: str, rows: str) -> list[str]:
-    """Notes base model and rows in the state, where nothing else is known of them; returns notes on what is changed.
+class Origin(NamedTuple):
+    """Hashes of what a run stands on; "" = not looked at, since this call does not need it.
+
+    Attributes:
+        base_weights: Weights of the base model.
+        train_file: `--train-jsonl`.
+        rows: Its usable rows, with their documents.
+        eval_rows: Queries and corpus of the evaluation.
+    """
+
+    base_weights: str = ""
+    train_file: str = ""
+    rows: str = ""
+    eval_rows: str = ""
+
+
+def check_origin(args: argparse.Namespace, state: TrainState, origin: Origin) -> list[str]:
+    """Notes base model and rows in the state; returns notes on what is changed.
 
     Paths say little: a folder may have moved, or hold another model by now.
 
     Args:
         args: Flags of this call.
         state: Of the checkpoint, or fresh; changed in place.
-        base_weights: Hash of the weights.
-        file: Hash of `--train-jsonl`; "" = rows do not matter (`--eval-only`).
-        rows: Hash of the usable rows.
+        origin: As found now.
 
     Raises:
         ValueError: The weights are others; or the file is, without `--allow-changed-args`.
     """
-    if state.base_weights not in ("", base_weights):
+    if "" != state.base_weights != origin.base_weights:
         raise ValueError(f"--model {args.model} has other weights than those that this checkpoint was trained on")
     notes = []
-    if file and state.rows not in ("", rows):
+    if origin.rows and "" != state.rows != origin.rows:
         text = f"the usable rows of {args.train_jsonl} are not those of the checkpoint, so they come in another order"
-        if state.train_file != file and not args.allow_changed_args:
+        is_same_file = state.train_file == origin.train_file
+        if not is_same_file and not args.allow_changed_args:
             raise ValueError(f"{text}; put that right, or add --allow-changed-args")
-        notes.append(
-            text + (" (the file is the same: pictures or flags are others)" if state.train_file == file else "")
-        )
-    state.base_weights = base_weights
-    if file:
-        state.train_file, state.rows = file, rows
+        notes.append(text + " (the file is the same: pictures or flags are others)" * is_same_file)
+    if origin.eval_rows and "" != state.eval_rows != origin.eval_rows:
+        notes.append("the rows of the evaluation; earlier values are not compared with those to come")
+        state.best_step = state.best_value = state.evaluated_step = None
+        state.base_metrics, state.last_metrics = {}, {}
+    for name, found in origin._asdict().items():
+        setattr(state, name, found or getattr(state, name))
     return notes
 
 
 def restore_state(args: argparse.Namespace, saved: dict[str, Any], log: RunLog) -> TrainState:
-    """Returns the state of a checkpoint, or a fresh one.
+    """Returns the state of a checkpoint, or a fresh one; a best checkpoint by another metric, or gone, is forgotten.
 
     Raises:
         ValueError: The checkpoint is beyond `--max-steps`.
@@ -199,9 +218,12 @@ def restore_state(args: argparse.Namespace, saved: dict[str, Any], log: RunLog) 
         return state
     if state.step > args.max_steps:
         raise ValueError(f"the checkpoint is at step {state.step}, beyond --max-steps {args.max_steps}; raise it")
-    if saved and any(absolute_args(vars(args))[name] != saved["args"][name] for name in MEASURE):
+    if saved and args.best_metric != saved["args"]["best_metric"]:
         state.best_step = state.best_value = state.evaluated_step = None
-        log.say("the measure of the best checkpoint is another now: earlier bests do not count")
+        log.say("changed on resume: --best-metric; earlier bests do not count")
+    if state.best_step is not None and not Path(args.output_dir, f"checkpoint-{state.best_step}").is_dir():
+        log.say(f"the best checkpoint so far, of step {state.best_step}, is gone; the next evaluation is the best anew")
+        state.best_step = state.best_value = None
     return state
 
 
@@ -209,6 +231,4 @@ def recorded_chunking(args: argparse.Namespace, saved: dict[str, Any]) -> Chunki
     """Returns the chunking of a checkpoint as long as the flags are those that it was chosen for."""
     if not saved or any(vars(args)[name] != saved["args"].get(name, vars(args)[name]) for name in CHUNKING):
         return None
-    if args.mode != "standard" and args.batch_size != saved["args"]["batch_size"]:
-        return None  # there `direct` means all queries of a rank, and they are others now
     return Chunking(**saved["chunking"])

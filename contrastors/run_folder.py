@@ -80,23 +80,26 @@ def clear_results(run_folder: Path) -> None:
         shutil.rmtree(run_folder / name, ignore_errors=True)
 
 
-def go_back_to(run_folder: Path, state: dict[str, Any], metric: str) -> list[str]:
-    """Makes a run folder what it was when a checkpoint was saved; returns notes on what was moved.
+def go_back_to(run_folder: Path, state: dict[str, Any], metric: str, checkpoint: Path | None) -> list[str]:
+    """Makes a run folder what it was when a checkpoint was saved, or nothing yet; returns notes on what was moved.
 
-    Checkpoints beyond it are of another future: `latest` must not find them, nor retention count them, so they are
-    renamed. metrics.jsonl loses the steps after it, best.json tells the best up to it.
+    Other checkpoints from that step on, whole or not, are of another future: `latest` must not find them, retention
+    not count them, and the run will save under their names, so they are renamed. metrics.jsonl loses the steps after
+    it, best.json tells the best up to it.
 
     Args:
         run_folder: Folder of the run.
         state: With `step`, `evaluated_step`, `best_step`, `best_value`.
         metric: `--best-metric`.
+        checkpoint: Where the run goes on; None = at the beginning.
     """
     notes, step = [], state["step"]
     for folder in list_checkpoints(run_folder):
-        if int(folder.name.removeprefix("checkpoint-")) > step:
+        is_own = checkpoint is not None and folder.samefile(checkpoint)
+        if int(folder.name.removeprefix("checkpoint-")) >= step and not is_own:
             aside = folder.with_name(f"abandoned-{folder.name}-{uuid.uuid4().hex[:6]}")
             folder.rename(aside)
-            notes.append(f"{folder.name} lies beyond step {step}, where this run goes on; it is kept as {aside.name}")
+            notes.append(f"{folder.name} is no part of this run, which begins at step {step}; kept as {aside.name}")
     for path in run_folder.glob("*_step*.json*"):
         if (match := re.match(r"(?:eval|search)_step(\d+)\.", path.name)) and int(match[1]) > step:
             path.unlink()

@@ -125,7 +125,8 @@ class TrackioTracker:
         import trackio
 
         self.trackio = trackio
-        trackio.init(project=PROJECT, name=run_name, config=config, resume="allow", embed=False)
+        name = f"{run_name}-{run_id[:8]}"  # trackio knows runs by name alone, and would append to another's
+        trackio.init(project=PROJECT, name=name, config=config, resume="allow", embed=False)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.trackio.log(values, step=step)

@@ -74,6 +74,8 @@ def read_flags(folder: str | Path) -> dict[str, Any]:
         flags["train_jsonl"] = next(iter(saved.get("dataset", [])), None)
         flags["eval_jsonl"] = next(iter(saved.get("val_dataset", [])), "")
         flags["report_to"] = next(iter(saved.get("report_to", [])), "none")
+        flags["dtype"] = {"bfloat16": "bf16", "float32": "fp32"}.get(saved.get("torch_dtype"), "auto")
+        flags["nproc_per_node"] = saved.get("global_world_size") or 1
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise BadCheckpoint(f"{path}: cannot be read ({error}), so {folder} is no checkpoint of ms-swift") from error
     return flags

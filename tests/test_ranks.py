@@ -13,9 +13,21 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
-from tests.conftest import make_colour_set, write_rows
-from tests.runs import arguments, finish, largest_difference, losses, metrics, run_on_ranks, same_weights, start, train
+from tests.conftest import ROOT, make_colour_set, write_rows
+from tests.runs import (
+    arguments,
+    finish,
+    largest_difference,
+    losses,
+    metrics,
+    run_on_ranks,
+    same_weights,
+    start,
+    train,
+    warm_torchrun,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -144,6 +156,43 @@ def test_two_agents_equal_one_agent_with_two_processes(args, colour_set, whole):
         assert code == 0, text[-3000:]
     assert metrics(whole) == metrics(colour_set / "two_agents")
     assert same_weights(whole / "checkpoint-60", colour_set / "two_agents" / "checkpoint-60")
+
+
+# Rank 1 is started otherwise than rank 0: what several machines with a command line each may come to.
+OTHERWISE = """
+import os, sys
+import train_contrastors
+argv, more = sys.argv[1:], os.environ["OTHERWISE"].split()
+sys.exit(train_contrastors.main(argv + more * (os.environ["RANK"] == "1")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("--lr 0.5", "--lr is 0.5 on rank 1 and 0.01 on rank 0"),
+        ("--train-jsonl {}/other_pages.jsonl", "the list of images is "),
+        ("--train-jsonl {}/other_order.jsonl", "--train-jsonl is "),
+        ("--model {}/other_model", "--model is "),
+    ],
+)
+def test_ranks_that_were_started_otherwise_are_told_apart(args, colour_set, tiny_model, monkeypatch, more, sentence):
+    rows = [json.loads(line) for line in (colour_set / "rows.jsonl").read_text().splitlines()]
+    write_rows(colour_set / "other_pages.jsonl", rows[:8])
+    for first, last in zip(rows[:6], rows[:5:-1], strict=True):
+        first["query"], last["query"] = last["query"], first["query"]
+    write_rows(colour_set / "other_order.jsonl", rows)
+    shutil.copytree(tiny_model, colour_set / "other_model")
+    file = colour_set / "other_model" / "model.safetensors"
+    held = load_file(file)
+    name = next(name for name in held if name.endswith("mlp.up_proj.weight"))
+    save_file(held | {name: held[name] + 1e-3}, file, metadata={"format": "pt"})
+    (colour_set / "otherwise.py").write_text(OTHERWISE)
+    monkeypatch.setenv("OTHERWISE", more.format(colour_set))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code, text = warm_torchrun(2, colour_set / "otherwise.py", *args("run", eval_steps=0))
+    assert code == 1 and f"ranks must do the same, but {sentence}" in text, text[-3000:]
+    assert text.count("error: ") == 1 and not (colour_set / "run").exists()
 
 
 def test_thirteen_rows_a_damaged_image_and_a_rank_without_negatives_train_on(args, colour_set):

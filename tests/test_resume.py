@@ -10,7 +10,8 @@ import pytest
 from contrastors.checkpoint import absolute_args
 from contrastors.chunking import Chunking
 from contrastors.cli import typed_flags
-from contrastors.resume import OF_THIS_CALL, locate_checkpoint, recorded_chunking, take_flags
+from contrastors.resume import OF_THIS_CALL, locate_checkpoint, recorded_chunking, restore_state, take_flags
+from contrastors.runlog import RunLog
 from train_contrastors import build_parser
 
 CHECKPOINT = Path("/somewhere/run/checkpoint-4")
@@ -67,10 +68,9 @@ def test_another_global_batch_needs_the_flag_that_allows_it():
 def test_a_flag_that_alters_training_is_named_and_one_of_the_adapter_never_changes():
     with pytest.raises(ValueError, match=r"--lr 0.1 \(checkpoint: 2e-05\); add --allow-changed-args"):
         resume(state_of(), "--lr", 0.1)
-    with pytest.raises(ValueError, match="the adapter of a checkpoint cannot change"):
-        resume(state_of(), "--lora-r", 4, "--allow-changed-args")
-    with pytest.raises(ValueError, match="the adapter of a checkpoint cannot change"):
-        resume(state_of(), "--mode", "query-side-tune", "--allow-changed-args")
+    for words in (["--lora-r", 4], ["--mode", "query-side-tune"], ["--temperature", 0.5]):
+        with pytest.raises(ValueError, match="adapter and temperature of a checkpoint are in its files"):
+            resume(state_of(), *words, "--allow-changed-args")
 
 
 def test_a_run_goes_on_in_its_own_folder():
@@ -83,13 +83,28 @@ def test_the_recorded_chunking_holds_as_long_as_the_flags_that_it_was_chosen_for
     state = state_of("--batch-size", 8)
     args, _ = resume(state)
     assert recorded_chunking(args, state) == Chunking(documents=2, num_retained=3)
-    for words in (["--retain-graphs", 1], ["--grad-cache-chunk", 8], ["--memory-budget-gb", 1]):
+    for words in (
+        ["--retain-graphs", 1], ["--grad-cache-chunk", 8], ["--memory-budget-gb", 1], ["--gradient-checkpointing"],
+        ["--max-num-visual-tokens", 512], ["--num-hard-negatives", 2], ["--dtype", "fp32"],
+    ):  # fmt: skip
         args, _ = resume(state, *words, "--allow-changed-args")
         assert recorded_chunking(args, state) is None, words
     assert recorded_chunking(args, {}) is None
     state = state_of("--mode", "query-side-tune", "--batch-size", 8)
     assert recorded_chunking(resume(state)[0], state) is not None
     assert recorded_chunking(resume(state, world_size=4)[0], state) is None  # `direct` is all queries of a rank
+
+
+def test_a_best_checkpoint_that_is_gone_is_forgotten(tmp_path):
+    state = state_of() | {"best_step": 2, "best_value": 0.5}
+    args, _ = resume(state)
+    args.output_dir = str(tmp_path)
+    (tmp_path / "checkpoint-2").mkdir()
+    log = RunLog(tmp_path, is_main=False)
+    assert restore_state(args, state, log).best_value == 0.5
+    (tmp_path / "checkpoint-2").rmdir()
+    found = restore_state(args, state, log)
+    assert (found.step, found.best_step, found.best_value) == (4, None, None)
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path):

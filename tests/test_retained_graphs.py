@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import weakref
 from functools import partial
@@ -25,6 +26,7 @@ from contrastors.chunking import (
     add_gradients,
     choose_retained,
     count_fitting_graphs,
+    count_free_bytes,
     count_retained,
     cut_batch,
     make_full_chunk,
@@ -379,6 +381,24 @@ def test_memory_that_runs_out_costs_own_graphs_first_then_features_then_asks_for
         assert outcome.gave_up_own is not outcome.needs_halves
     assert found == [(False, 2, True), (False, 1, True), (False, 0, True), (False, 0, False), (True, 0, False)]
     assert chunking.halve() and chunking.documents == 1 and not chunking.halve()
+
+
+@given(documents=st.integers(1, 10**6), tokens=st.integers(4, 10**5), largest=st.integers(4, 1024))
+def test_halving_never_makes_a_chunk_larger_and_ends_at_one_document(documents, tokens, largest):
+    chunking, sizes = Chunking(documents, tokens), []
+    while True:
+        plan = pack_by_tokens([largest] * 64, [largest] * 64, chunking.documents, chunking.tokens)
+        sizes.append(max(map(len, plan)))
+        if not chunking.halve():
+            break
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] == 1 and chunking.tokens > 0
+    assert len(sizes) <= 2 + math.log2(tokens)
+
+
+def test_ranks_of_a_machine_share_its_memory_and_each_cuda_rank_has_a_device_of_its_own(monkeypatch):
+    alone = count_free_bytes(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert count_free_bytes(torch.device("cpu")) == pytest.approx(alone / 4, rel=0.5)
 
 
 @pytest.fixture

@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from contrastors.run_folder import clear_results, delete_old, find_results, list_checkpoints, remove_leftovers
+from contrastors.run_folder import (
+    clear_results,
+    delete_old,
+    find_results,
+    go_back_to,
+    list_checkpoints,
+    remove_leftovers,
+)
 
 
 def make_checkpoint(run: Path, step: int, run_id: str | None = "own") -> Path:
@@ -39,6 +46,20 @@ def test_the_oldest_of_this_run_go_and_the_best_broken_and_foreign_ones_stay(tmp
     assert steps(tmp_path) == [5, 6, 7, 20, 40, 50]
     assert delete_old(tmp_path, keep=0, best_step=None, run_id="own") == []  # 0 keeps all
     assert not list(tmp_path.glob(".*"))
+
+
+def test_what_stands_where_the_run_will_save_is_set_aside_and_keeps_its_files(tmp_path):
+    state = {"step": 20, "evaluated_step": None, "best_step": None, "best_value": None}
+    for step in (10, 20, 30):
+        make_checkpoint(tmp_path, step).joinpath("file").write_text(str(step))
+    make_checkpoint(tmp_path, 40, run_id=None)
+    go_back_to(tmp_path, state, "mrr", tmp_path / "checkpoint-20")
+    assert steps(tmp_path) == [10, 20]
+    (other,) = tmp_path.glob("abandoned-checkpoint-30-*")
+    (note,) = go_back_to(tmp_path, state, "mrr", other)  # of another future, at the step of a checkpoint of this one
+    assert steps(tmp_path) == [10] and note.startswith("checkpoint-20 is no part of this run")
+    assert len(go_back_to(tmp_path, state | {"step": 0}, "mrr", None)) == 1 and steps(tmp_path) == []
+    assert sorted(path.read_text() for path in tmp_path.glob("abandoned-*/file")) == ["10", "20", "30"]
 
 
 def test_leftovers_of_a_killed_save_go_and_hidden_files_of_others_stay(tmp_path):

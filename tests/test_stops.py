@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -50,6 +51,17 @@ def test_a_signal_in_an_evaluation_ends_it_saves_and_the_run_resumes_bit_identic
     assert train(args("whole")) == 0
     assert metrics(colour_set / "stopped") == metrics(colour_set / "whole")
     assert same_weights(colour_set / "stopped" / "checkpoint-4", colour_set / "whole" / "checkpoint-4")
+
+
+def test_a_run_that_was_stopped_in_its_last_evaluation_is_not_complete(args, colour_set, monkeypatch):
+    run = colour_set / "run"
+    with monkeypatch.context() as patch:
+        signal_at_loading(patch, 5)
+        assert train(args("run")) == 128 + signal.SIGTERM
+    stopped = json.loads((run / "summary.json").read_text())
+    assert stopped["step"] == 4 and not stopped["completed"] and not (run / "eval_step4.json").exists()
+    assert train(["--resume", str(run / "checkpoint-4")]) == 0
+    assert json.loads((run / "summary.json").read_text())["completed"] and (run / "eval_step4.json").exists()
 
 
 def test_a_signal_before_the_first_step_says_how_to_begin_anew(args, colour_set, monkeypatch, capsys):

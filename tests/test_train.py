@@ -290,6 +290,36 @@ def test_another_measure_on_resume_forgets_the_old_best(args, colour_set, capsys
     assert "earlier bests do not count" in capsys.readouterr().out
 
 
+def test_an_evaluation_of_other_rows_under_the_same_path_is_not_compared_with_earlier_ones(args, colour_set, capsys):
+    run, file = colour_set / "run", colour_set / "eval.jsonl"
+    rows = (colour_set / "rows.jsonl").read_text().splitlines()
+    file.write_text("\n".join(rows[:2]))
+    assert train(args("run", max_steps=2, eval_jsonl=file)) == 0
+    assert json.loads((run / "best.json").read_text())["step"] == 2
+    file.write_text("\n".join(rows))
+    assert train(["--resume", str(run / "checkpoint-2"), "--max-steps", "4", "--allow-changed-args"]) == 0
+    assert "changed on resume: the rows of the evaluation; earlier values are not compared" in capsys.readouterr().out
+    found = {step: json.loads((run / f"eval_step{step}.json").read_text()) for step in (0, 2, 4)}
+    assert [found[step]["num_queries"] for step in (0, 2, 4)] == [2, 12, 12]  # step 2 is evaluated anew
+    best = json.loads((run / "best.json").read_text())
+    assert best["value"] == max(found[step][best["metric"]] for step in (2, 4))
+    card = (run / "checkpoint-4" / "README.md").read_text()
+    assert "| last evaluation |" in card and "| base |" not in card  # which was measured on other rows
+
+
+@pytest.mark.parametrize("flags", [{"resume": "latest"}, {"overwrite": True}], ids=str)
+def test_a_torso_under_the_name_of_a_checkpoint_is_set_aside_and_never_filled_up(args, colour_set, flags):
+    torso = colour_set / "run" / "checkpoint-2"
+    assert train(args("other", max_steps=2, seed=3)) == 0
+    shutil.copytree(colour_set / "other" / "checkpoint-2", torso)
+    (torso / "trainer_state.json").unlink()
+    assert train(args("run", max_steps=2, seed=9, **flags)) == 0
+    assert train(args("clean", max_steps=2, seed=9)) == 0
+    assert same_weights(torso, colour_set / "clean" / "checkpoint-2")
+    (aside,) = (colour_set / "run").glob("abandoned-checkpoint-2-*")
+    assert same_weights(aside, colour_set / "other" / "checkpoint-2")
+
+
 def test_max_steps_below_the_checkpoint_is_one_sentence(args, colour_set, capsys):
     assert train(args("run")) == 0
     argv = ["--resume", str(colour_set / "run" / "checkpoint-4"), "--max-steps", "2", "--allow-changed-args"]
@@ -417,6 +447,9 @@ def test_constant_temperature_with_rate_zero(args, colour_set):
     assert train(args("run", logit_scale_lr=0)) == 0
     temperatures = [row["train/temperature"] for row in metrics(colour_set / "run") if "train/temperature" in row]
     assert temperatures == pytest.approx([0.07] * 4)
+    assert train(args("learned", logit_scale_lr=1e-9)) == 0
+    norms = [metrics(colour_set / name)[1]["train/grad_norm"] for name in ("run", "learned")]
+    assert norms[0] < norms[1]  # what stands still takes no part in clipping
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -460,6 +493,17 @@ def test_silly_flags_get_one_sentence(args, colour_set, capsys, flags, code, tex
     error = capsys.readouterr().err
     assert text in error and "Traceback" not in error
     assert not list((colour_set / "run").glob("checkpoint-*"))
+
+
+def test_a_batch_of_one_row_without_a_negative_is_refused(args, colour_set, capsys):
+    rows = [json.loads(line) for line in (colour_set / "rows.jsonl").read_text().splitlines()]
+    rows[3]["neg_chunk_paths"] = ["nowhere.png"]
+    write_rows(colour_set / "rows.jsonl", rows)
+    flags = {"batch_size": 1, "num_hard_negatives": 1, "eval_steps": 0}
+    assert train(args("run", **flags)) == 1
+    assert "nothing to contrast where the row has no usable negative" in capsys.readouterr().err
+    assert train(args("run", **flags, missing_negatives="drop-row")) == 0
+    assert min(losses(colour_set / "run")) > 0
 
 
 def test_an_existing_run_is_refused_without_overwrite_and_replaced_with_it(args, colour_set, capsys):
