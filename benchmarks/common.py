@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from contrastors.runlog import versions
+from contrastors.runlog import environment
 
 Step = Callable[[], None]
 
@@ -77,13 +77,14 @@ def make_parser(doc: str, name: str) -> argparse.ArgumentParser:
 
 def describe_machine() -> str:
     """Returns the machine and what else it is doing, in words."""
-    found = versions()
-    libraries = ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if name in found)
+    found = environment("")
+    libraries = ", ".join(f"{name} {found['versions'].get(name)}" for name in ("torch", "transformers", "peft"))
+    commit = f"; commit {found['commit'][:7]}" if found["commit"] else ""
     device = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     with suppress(OSError):
         device += f", load average {os.getloadavg()[0]:.1f}"
     threads = torch.get_num_threads()
-    return f"{platform.machine()}, {os.cpu_count()} cores, {threads} of torch's threads{device}; {libraries}"
+    return f"{platform.machine()}, {os.cpu_count()} cores, {threads} of torch's threads{device}; {libraries}{commit}"
 
 
 def show(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:

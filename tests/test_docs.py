@@ -34,6 +34,12 @@ def codes(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "benchmarks" / "results").glob("*.md")), ids=lambda path: path.stem)
+def test_a_page_of_results_names_its_command_and_the_commit_that_was_measured(page):
+    text = read(page)
+    assert re.search(r"\bcommit `[0-9a-f]{7}`", text) and re.search(r"`[^`]*(?:python|make) [^`]+`", text)
+
+
 # ------------------------------------------------------------------------------------------------ flags, metrics, files
 
 
