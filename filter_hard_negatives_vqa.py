@@ -59,12 +59,14 @@ from contrastors.reviews import (
     add_counts,
     check_lost_rows,
     check_outputs,
+    check_understood,
     count_review,
     empty_counts,
     kept_positions,
     make_summary,
     moved_path,
     read_earlier,
+    refuse_equal_files,
     write_results,
 )
 from contrastors.runlog import progress
@@ -133,11 +135,9 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     args.base_url = args.base_url or os.environ.get("OPENAI_BASE_URL") or DEFAULT_BASE_URL
     if not args.base_url.startswith(("http://", "https://")):
         parser.error(f"--base-url {args.base_url} must start with http:// or https://")
-    files = [args.input, args.output, args.reviews_output, args.summary_output]
-    if len({os.path.realpath(path) for path in files}) < len(files):
-        parser.error("--input, --output, --reviews-output and --summary-output must be four files")
-    if args.report and os.path.realpath(args.report) in map(os.path.realpath, files):
-        parser.error(f"--report {args.report} must be a file of its own")
+    names = ("input", "known_positives", "prompt_file", "output", "reviews_output", "summary_output", "report")
+    files = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    refuse_equal_files(parser, files | {"the list of lost rows": args.bad_rows_output})
     if args.report and args.dry_run:
         parser.error("--dry-run writes nothing; leave out --report")
 
@@ -172,8 +172,8 @@ class Run:
         write_text(self.args.summary_output, dump_json(summary, indent=2) + "\n")
 
 
-def scan(run: Run) -> None:
-    """Reads the input once: checks every row, gathers the positives, and stops where too many of them are missing."""
+def scan(run: Run) -> list[BadRow]:
+    """Reads the input once: checks every row, gathers the positives, and returns the rows whose own is missing."""
     args, missing = run.args, []
     for record in read_rows(args.input):
         run.positives.add(record.data[QUERY], record.data[POSITIVE])
@@ -186,8 +186,7 @@ def scan(run: Run) -> None:
         run.positives.read(args.known_positives)
     if not run.num_rows:
         raise ValueError(f"{args.input}: holds no rows" + (f" from --offset {args.offset} on" if args.offset else ""))
-    if args.max_bad_fraction < 1:
-        check_bad_rows(args.input, missing, run.num_rows, args.max_bad_fraction, Path(args.bad_rows_output))
+    return missing
 
 
 def selected_rows(run: Run) -> Iterator[tuple[Record, str]]:
@@ -454,6 +453,7 @@ def finish(run: Run) -> int:
     show(run)
     report = Path(args.bad_rows_output)
     error = check_lost_rows(args.input, run.bad_rows, run.num_rows, args.max_bad_fraction, report, "--resume")
+    error = error or check_understood(run.counts, args.reviews_output, args.max_bad_fraction)
     run.write_summary(completed=error is None)
     skipped = ", ".join(f"{count} {name}" for name, count in run.counts["skip_reasons"].items() if count)
     print(
@@ -506,16 +506,19 @@ def filter_rows(args: argparse.Namespace) -> int:
     folder = args.relative_to or os.path.dirname(os.path.abspath(args.input))
     run = Run(args, read_prompts(args.prompt_file), PathResolver(os.path.join(folder, "rows.jsonl")))
     if args.dry_run:
-        scan(run)
-        print(dump_json(estimate(run), indent=2))
+        missing = scan(run)
+        print(dump_json({"num_positives_missing": len(missing)} | estimate(run), indent=2))
         return 0
     api_key = os.environ.get(args.api_key_env, "")
     if not api_key and args.base_url == DEFAULT_BASE_URL:
         raise ValueError(f"no key in ${args.api_key_env}; set it, or give the --base-url of a local server")
     if not (args.resume or args.overwrite):
-        check_outputs(filter(None, [args.output, args.reviews_output, args.summary_output, args.report]))
+        outputs = filter(None, [args.output, args.reviews_output, args.summary_output, args.report])
+        check_outputs(outputs, "--resume")
     earlier = read_earlier(args.summary_output, args.reviews_output, run.settings) if args.resume else None
-    scan(run)
+    missing = scan(run)
+    if args.max_bad_fraction < 1:
+        check_bad_rows(args.input, missing, run.num_rows, args.max_bad_fraction, Path(args.bad_rows_output))
     run.journal = Journal(args.reviews_output, args.resume)
     if run.journal.has_torn_line:
         print(f"{args.reviews_output}: the last line was torn and is dropped; its candidate is asked again")

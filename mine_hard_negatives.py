@@ -149,12 +149,19 @@ def validate(parser: argparse.ArgumentParser, args: argparse.Namespace, typed: s
     args.margin = MARGINS.get(args.filter_mode) if args.margin is None else args.margin
     args.stats_output = args.stats_output or f"{stem}.stats.json"
     args.embeddings_dir = args.embeddings_dir or f"{stem}.embeddings"
-    read = {os.path.realpath(path) for path in (args.input, args.corpus, args.report) if path}
-    if len({os.path.realpath(args.output), os.path.realpath(args.stats_output)} - read) < 2:
-        parser.error("--output and --stats-output must be two files, and neither --input nor --corpus")
+    read = {os.path.realpath(path) for path in (args.input, args.corpus) if path}
+    if len(set(map(os.path.realpath, outputs_of(args))) - read) < len(outputs_of(args)):
+        parser.error(
+            "--output, --stats-output and --report must be files of their own, and neither --input nor --corpus"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
+
+
+def outputs_of(args: argparse.Namespace) -> list[str]:
+    """Returns the files that a run leaves; none of them is replaced unasked."""
+    return [path for path in (args.output, args.stats_output, args.report) if path]
 
 
 def report_path(args: argparse.Namespace, name: str) -> Path:
@@ -213,7 +220,7 @@ def ask_service(args: argparse.Namespace, data: MiningData, queries: np.ndarray,
     from contrastors.embeddings import text_key
     from contrastors.runlog import progress
     from contrastors.search_api import BATCH_SIZE, HitJournal, SearchClient, SearchFailed
-    from contrastors.served import ServedHits, ServedPositive
+    from contrastors.served import ServedHits
 
     rows: list[list[Row]] = [[] for _ in data.queries]
     for row in data.rows.values():
@@ -226,7 +233,6 @@ def ask_service(args: argparse.Namespace, data: MiningData, queries: np.ndarray,
         SearchClient(args.search_api_url, args.n_docs, args.nprobe) as client,
         progress(len(asked), "searching", True) as bar,
     ):
-        client.check()
         for start in range(0, len(asked), BATCH_SIZE):
             batch = asked[start : start + BATCH_SIZE]
             try:
@@ -245,7 +251,9 @@ def ask_service(args: argparse.Namespace, data: MiningData, queries: np.ndarray,
         (journal.hits.get(key) or [])[: args.n_docs + len(positives)]
         for key, positives in zip(keys, data.positives, strict=True)
     ]
-    served = [[ServedPositive(row.path, row.text, row.ids) for row in group] for group in rows]
+    for row in data.unreadable:
+        rows[row.query].append(row)
+    served = [list(map(data.served_positive, group)) for group in rows]
     documents = [[row.document for row in group] for group in rows]
     return ServedHits(replies, served, documents, data.resolver.folder, os.path.dirname(os.path.abspath(args.output)))
 
@@ -299,10 +307,10 @@ def mine_row(
     score = found.score(row) if place is None else top[place].score
     own = set(data.articles.get(row.document, ())) | set(top[place].articles if place is not None else ())
     positive = Positive(row.document, score, own)
+    known = data.positives[row.query] | data.doubtful.get(row.query, set())
     chosen = choose_negatives(
-        hits, data.positives[row.query], positive, args.filter_mode, args.margin or 0.0, args.n_docs,
-        args.num_negatives, funnel,
-    )  # fmt: skip
+        hits, known, positive, args.filter_mode, args.margin or 0.0, args.n_docs, args.num_negatives, funnel
+    )
     counts["written"] += 1
     counts["positive_retrieved"] += place is not None
     counts["unfiltered"] += not applies(args.filter_mode, positive)
@@ -325,27 +333,32 @@ def digest_inputs(args: argparse.Namespace, data: MiningData) -> dict[str, Any]:
     return {"input": found, "corpus": None if args.search_api_url else tiles_digest}
 
 
-def is_complete(args: argparse.Namespace, settings: dict[str, Any]) -> bool:
-    """Tells whether an earlier run with `--resume` has nothing left to do.
+def read_earlier(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns `settings` and `completed` of the run that `--resume` goes on with; empty where there is none."""
+    if args.resume and os.path.exists(args.stats_output):
+        stats = json.loads(Path(args.stats_output).read_text(encoding="utf-8"))
+        return {"settings": stats["settings"], "completed": stats["completed"] and os.path.exists(args.output)}
+    args.resume = False  # nothing tells what run a journal is of
+    return {}
+
+
+def is_complete(args: argparse.Namespace, earlier: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Tells whether an earlier run has nothing left to mine.
 
     Raises:
         ValueError: Its settings were others.
     """
-    if not args.resume:
+    if not earlier:
         return False
-    if not os.path.exists(args.stats_output):
-        args.resume = False  # nothing tells what run the journal is of
-        return False
-    stats = json.loads(Path(args.stats_output).read_text(encoding="utf-8"))
-    earlier = stats["settings"]
-    differing = [name for name in settings if earlier.get(name) != settings[name]]
+    before = earlier["settings"]
+    differing = [name for name in settings if before.get(name) != settings[name]]
     if differing:
         name = differing[0]
         raise ValueError(
-            f"--resume: the run in {args.stats_output} had {name} {earlier.get(name)}, now it is {settings[name]}; "
+            f"--resume: the run in {args.stats_output} had {name} {before.get(name)}, now it is {settings[name]}; "
             "--overwrite starts anew"
         )
-    return stats["completed"] and os.path.exists(args.output)
+    return earlier["completed"]
 
 
 def write_stats(args: argparse.Namespace, stats: dict[str, Any]) -> None:
@@ -389,6 +402,24 @@ def write_output(args: argparse.Namespace, data: MiningData, found: Any, stats: 
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
+def check_start(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `read_earlier` does, after looking at what ends a run sooner than images and model are read.
+
+    Raises:
+        ValueError: An output exists, or the service is not there.
+    """
+    held = [path for path in outputs_of(args) if os.path.exists(path)]
+    if held and not (args.resume or args.overwrite):
+        raise ValueError(f"{held[0]} exists; use --overwrite, --resume or another name")
+    earlier = read_earlier(args)
+    if args.search_api_url and not earlier.get("completed"):
+        from contrastors.search_api import SearchClient
+
+        with SearchClient(args.search_api_url, args.n_docs, args.nprobe) as client:
+            client.check()
+    return earlier
+
+
 def check_limits(args: argparse.Namespace) -> None:
     """Warns where the adapter was trained at another size of images: its vectors are best at that one."""
     state = Path(args.adapter) / "trainer_state.json"
@@ -418,9 +449,7 @@ def work(args: argparse.Namespace) -> int:
 
     silence_libraries()
     world = distributed.start(args.device)
-    held = [path for path in (args.output, args.stats_output) if os.path.exists(path)]
-    if world.is_main and held and not (args.resume or args.overwrite):
-        raise ValueError(f"{held[0]} exists; use --overwrite, --resume or another --output")
+    earlier = check_start(args) if world.is_main else {}
     data = load_mining_data(args.input, args.corpus, args.max_image_pixels, args.num_workers, world)
     if world.is_main:
         check_data(args, data)
@@ -430,10 +459,11 @@ def work(args: argparse.Namespace) -> int:
         args.model, args.adapter, world, args.dtype, args.max_num_visual_tokens, args.max_query_tokens
     )
     settings = {name: getattr(args, name) for name in SETTINGS} | encoder.identity | digest_inputs(args, data)
-    if distributed.from_main(is_complete(args, settings) if world.is_main else None):
-        if world.is_main:
-            say(f"{args.output} is complete; nothing to do")
+    if distributed.from_main(is_complete(args, earlier, settings) if world.is_main else None):
         distributed.stop()
+        if world.is_main:
+            say(f"{args.output} is complete; nothing to mine")
+            show(args)
         return 0
     if world.is_main and args.adapter:
         check_limits(args)

@@ -16,9 +16,11 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Iterator
@@ -47,9 +49,12 @@ from contrastors.reviews import (
     PARENT_VARIABLE,
     add_counts,
     check_lost_rows,
+    check_outputs,
+    check_understood,
     empty_counts,
     kept_positions,
     make_summary,
+    refuse_equal_files,
     write_results,
 )
 
@@ -57,6 +62,7 @@ FILTER = Path(__file__).resolve().parent / "filter_hard_negatives_vqa.py"
 OUTPUT, REVIEWS, SUMMARY, BAD_ROWS = (
     "filtered_hn.jsonl", "candidate_reviews.jsonl", "summary.json", "filtered_hn.bad_rows.jsonl",
 )  # fmt: skip
+CHUNK_NAME = re.compile(r"chunk_\d{6,}_\d{6,}")
 ROWS, KNOWN_POSITIVES = "rows.jsonl", "known_positives.jsonl"  # as long as the chunks are at work
 SET_HERE = (
     "--output", "--reviews-output", "--summary-output", "--offset", "--limit", "--resume", "--relative-to",
@@ -74,6 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--start-offset", type=natural_int, default=0, help="rows to pass over at the start")
     parser.add_argument("--limit-total", type=natural_int, default=0, help="rows to filter in all; 0 = all")
     parser.add_argument("--parallel-chunks", type=positive_int, default=1, help="chunks at work at once")
+    parser.add_argument(
+        "--requests-per-minute", type=natural_int, default=0, help="of all chunks together; 0 = no limit"
+    )
     parser.add_argument("--skip-existing", action="store_true", help="go on: finished chunks are left, others resumed")
     parser.add_argument("--overwrite", action="store_true", help="remove existing chunks and start anew")
     add_image_flags(parser, LOST_FRACTION_HELP)
@@ -105,8 +114,8 @@ class Plan:
     positives: KnownPositives = field(default_factory=KnownPositives)
 
 
-def split(args: argparse.Namespace) -> Plan:
-    """Reads the input once, writes the rows of each chunk into its folder, and returns the plan.
+def split(args: argparse.Namespace, folder: Path) -> Plan:
+    """Reads the input once, writes the rows of each chunk into `folder` under the chunk's name, and returns the plan.
 
     Raises:
         ValueError: No rows, or too many whose positive is missing.
@@ -129,11 +138,10 @@ def split(args: argparse.Namespace) -> Plan:
     while (first := next(rows, None)) is not None:
         start, row = first
         others = (row for _, row in itertools.islice(rows, args.chunk_size - 1))
-        num_rows = write_jsonl(output_dir / ROWS, itertools.chain([row], others))
-        chunk = Chunk(output_dir / f"chunk_{start:06d}_{start + num_rows - 1:06d}", start)
-        chunk.folder.mkdir(exist_ok=True)
-        os.replace(output_dir / ROWS, chunk.folder / ROWS)
-        plan.chunks.append(chunk)
+        num_rows = write_jsonl(folder / ROWS, itertools.chain([row], others))
+        name = f"chunk_{start:06d}_{start + num_rows - 1:06d}"
+        os.replace(folder / ROWS, folder / name)
+        plan.chunks.append(Chunk(output_dir / name, start))
     if not plan.chunks:
         raise ValueError(f"{args.input}: holds no rows from --start-offset {args.start_offset} on")
     if args.max_bad_fraction < 1:
@@ -141,10 +149,10 @@ def split(args: argparse.Namespace) -> Plan:
     return plan
 
 
-def chunk_folders(output_dir: str | Path, started: bool) -> list[Path]:
-    """Returns the chunk folders in which a filter has, or has not, been at work."""
-    folders = sorted(Path(output_dir).glob("chunk_[0-9]*_[0-9]*"))
-    return [folder for folder in folders if (folder / SUMMARY).exists() == started]
+def chunk_folders(output_dir: Path) -> list[Path]:
+    """Returns the folders in which a filter has been at work."""
+    folders = (path for path in sorted(output_dir.iterdir()) if CHUNK_NAME.fullmatch(path.name))
+    return [folder for folder in folders if any((folder / name).exists() for name in (REVIEWS, SUMMARY))]
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -155,26 +163,31 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    existing = chunk_folders(output_dir, started=True)
-    if existing and not (args.skip_existing or args.overwrite):
-        raise ValueError(f"{existing[0]} exists; --skip-existing goes on with it, --overwrite starts anew")
-    if args.overwrite:
-        for folder in existing:
-            shutil.rmtree(folder)
-        existing = []
-    try:
-        plan = split(args)
+    existing = chunk_folders(output_dir)
+    if not (args.skip_existing or args.overwrite):
+        outputs = [*existing, *(output_dir / name for name in (OUTPUT, REVIEWS, SUMMARY)), args.report]
+        check_outputs(filter(None, outputs), "--skip-existing")
+    with tempfile.TemporaryDirectory(prefix="rows-", dir=output_dir) as folder:
+        plan = split(args, Path(folder))
         strange = set(existing) - {chunk.folder for chunk in plan.chunks}
-        if strange:
+        if strange and not args.overwrite:
             raise ValueError(
                 f"{min(strange)} is no chunk of this input with --chunk-size {args.chunk_size} and --start-offset "
                 f"{args.start_offset}; give the input and flags it was made with, --overwrite, or another --output-dir"
             )
-    except ValueError:
-        for folder in chunk_folders(output_dir, started=False):
-            shutil.rmtree(folder)
-        raise
+        if args.overwrite:
+            (output_dir / SUMMARY).unlink(missing_ok=True)  # it tells of the chunks that go now
+            for chunk_folder in existing:
+                shutil.rmtree(chunk_folder)
+        for chunk in plan.chunks:
+            chunk.folder.mkdir(exist_ok=True)
+            os.replace(Path(folder) / chunk.folder.name, chunk.folder / ROWS)
     return plan
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    """Returns flags and their values as words of a command line."""
+    return [str(word) for flag in flags.items() for word in flag]
 
 
 def start_filter(args: argparse.Namespace, plan: Plan, folder: Path, filter_flags: list[str]) -> subprocess.Popen:
@@ -189,10 +202,10 @@ def start_filter(args: argparse.Namespace, plan: Plan, folder: Path, filter_flag
         "--known-positives": Path(args.output_dir) / KNOWN_POSITIVES,
         "--max-image-pixels": args.max_image_pixels,
         "--max-bad-fraction": 1,  # what is too much is decided over the whole input
+        "--requests-per-minute": args.requests_per_minute // args.parallel_chunks,
     }
-    words = [str(word) for flag in flags.items() for word in flag]
     environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
-    return subprocess.Popen([sys.executable, str(FILTER), *words, "--resume", *filter_flags], env=environment)
+    return subprocess.Popen([sys.executable, str(FILTER), *words_of(flags), "--resume", *filter_flags], env=environment)
 
 
 def run_chunks(args: argparse.Namespace, plan: Plan, filter_flags: list[str]) -> int:
@@ -240,7 +253,7 @@ def merge(args: argparse.Namespace, plan: Plan) -> int:
     """Writes the merged files and returns the exit code.
 
     Raises:
-        ValueError: More rows than allowed were lost.
+        ValueError: More rows than allowed were lost, or most verdicts are unknown.
     """
     output_dir, counts, lost, digest = Path(args.output_dir), empty_counts(), [], hashlib.blake2b(digest_size=8)
     for chunk in plan.chunks:
@@ -255,6 +268,7 @@ def merge(args: argparse.Namespace, plan: Plan) -> int:
     write_results(rows, plan.resolver, output_dir / OUTPUT, output_dir / REVIEWS, settings["num_hard_negatives"])
     report = output_dir / BAD_ROWS
     error = check_lost_rows(args.input, lost, len(plan.lines), args.max_bad_fraction, report, "--skip-existing")
+    error = error or check_understood(counts, output_dir / REVIEWS, args.max_bad_fraction)
     merged = make_summary(counts, settings, digest.hexdigest(), completed=error is None)
     write_text(output_dir / SUMMARY, dump_json(merged, indent=2) + "\n")
     show(args, plan, settings["num_hard_negatives"])
@@ -289,6 +303,37 @@ def filter_chunks(args: argparse.Namespace, filter_flags: list[str]) -> int:
     return run_chunks(args, plan, filter_flags) or merge(args, plan)
 
 
+def validate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses combinations that would fail later, and files that would overwrite one another."""
+    if args.skip_existing and args.overwrite:
+        parser.error("--skip-existing goes on with the chunks, --overwrite removes them; give one")
+    if 0 < args.requests_per_minute < args.parallel_chunks:
+        parser.error(
+            f"--requests-per-minute {args.requests_per_minute} cannot be shared by --parallel-chunks "
+            f"{args.parallel_chunks}; give fewer chunks"
+        )
+    output_dir = Path(args.output_dir)
+    files = {"--input": args.input, "--report": args.report}
+    made = (OUTPUT, REVIEWS, SUMMARY, BAD_ROWS, KNOWN_POSITIVES)
+    refuse_equal_files(parser, files | {f"{name} of --output-dir": output_dir / name for name in made})
+    for flag, path in files.items():
+        folders = Path(os.path.realpath(path)).parents if path else ()
+        if any(CHUNK_NAME.fullmatch(folder.name) and folder.parent == output_dir.resolve() for folder in folders):
+            parser.error(f"{flag} {path} lies in a chunk of --output-dir; give it another place")
+
+
+def estimate(args: argparse.Namespace, filter_flags: list[str]) -> int:
+    """Lets the filter estimate the whole input at once, and returns its exit code."""
+    flags = {
+        "--input": args.input,
+        "--output": os.path.join(args.output_dir, OUTPUT),
+        "--offset": args.start_offset,
+        "--limit": args.limit_total,
+        "--max-image-pixels": args.max_image_pixels,
+    } | ({"--report": args.report} if args.report else {})
+    return subprocess.run([sys.executable, str(FILTER), *words_of(flags), *filter_flags]).returncode
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parses the command line and returns the exit code."""
     parser = build_parser()
@@ -296,19 +341,9 @@ def main(argv: list[str] | None = None) -> int:
     for flag in filter_flags:
         if flag.partition("=")[0] in SET_HERE:
             parser.error(f"{flag.partition('=')[0]} is set for each chunk by this script")
-    if args.skip_existing and args.overwrite:
-        parser.error("--skip-existing goes on with the chunks, --overwrite removes them; give one")
+    validate(parser, args)
     if "--dry-run" in filter_flags:
-        rows = ["--offset", str(args.start_offset), "--limit", str(args.limit_total)]
-        command = [
-            sys.executable,
-            str(FILTER),
-            "--input",
-            args.input,
-            "--output",
-            os.path.join(args.output_dir, OUTPUT),
-        ]
-        return subprocess.run([*command, *rows, *filter_flags]).returncode
+        return estimate(args, filter_flags)
     return run_script(lambda: filter_chunks(args, filter_flags))
 
 

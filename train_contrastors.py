@@ -542,36 +542,6 @@ def check_start(args: argparse.Namespace, world: World, checkpoint: Path | None)
             raise ValueError(f"{held[0]} exists; use {instead} or another --output-dir")
 
 
-def take_state(
-    args: argparse.Namespace, saved: dict[str, Any], model: BiQwen3, log: RunLog, data: Any, eval_set: Any
-) -> TrainState:
-    """Returns the state to go on from; base model and rows must be those that it stands for. Collective."""
-    from contrastors.data import digest_rows
-    from contrastors.distributed import from_main, require_agreement
-    from contrastors.loading import hash_file, identify_weights, sample_weights
-    from contrastors.resume import Origin, check_origin, restore_state
-
-    state = restore_state(args, saved, log)
-    rows = eval_rows = ""
-    if data is not None:
-        rows = digest_rows(data.documents, ((row.query, [row.positive, *row.negatives]) for row in data.rows))
-    if eval_set is not None and not args.eval_only:
-        eval_rows = digest_rows(eval_set.documents, zip(eval_set.queries, eval_set.positives, strict=True))
-    place = f"step {state.step} of run {saved.get('run_id')}"
-    require_agreement(
-        {"--train-jsonl": rows, "--eval-jsonl": eval_rows, "--model": sample_weights(model), "the checkpoint": place}
-    )
-    origin = None
-    if log.is_main and (saved or data is not None):  # an evaluation of the base alone compares nothing
-        file = hash_file(args.train_jsonl) if data is not None else ""
-        origin = Origin(identify_weights(args.model), file, rows, eval_rows)
-    for note in check_origin(args, state, from_main(origin) or Origin()):
-        log.say(f"changed on resume: {note}")
-    if saved and state.step == args.max_steps and not args.eval_only:
-        log.say(f"step {state.step} of {args.max_steps} is done; for more: --max-steps N --allow-changed-args")
-    return state
-
-
 def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[Run, Any, Path | None]:
     """Returns the run, its training set (None for `--eval-only`) and the checkpoint that it continues."""
     from contrastors import distributed
@@ -580,7 +550,7 @@ def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[
     from contrastors.datasets import load_data
     from contrastors.loading import load_bi_encoder
     from contrastors.logit_scale import LogitScale
-    from contrastors.resume import locate_checkpoint, recorded_chunking, take_flags
+    from contrastors.resume import locate_checkpoint, recorded_chunking, take_flags, take_state
     from contrastors.runlog import RunLog
     from contrastors.served_eval import ServedIndex
 
@@ -604,7 +574,7 @@ def start_run(args: argparse.Namespace, typed: set[str], watch: Watch) -> tuple[
     logit_scale = LogitScale(args.temperature).to(world.device)
     if checkpoint is not None:
         load_scale(checkpoint, logit_scale)
-    state = take_state(args, saved, model, log, train_data, eval_set)
+    state = take_state(args, saved, model, train_data, eval_set, log)
     run = Run(args, world, watch, log, folder, processor, model, logit_scale, state, StopSignals(), eval_set)
     run.chunking = recorded_chunking(args, saved)
     model.documents_by_base = args.mode != "standard"

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contrastors.cli import add_image_flags, make_parser, natural_int, positive_int, require_transformers, run_script
-from contrastors.comparison import COMPARED, Comparison, compare
+from contrastors.comparison import COMPARED, NOT_A_GOAL, Comparison, compare
+from contrastors.metrics import format_interval, format_metric
 from contrastors.records import dump_json, write_text
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from contrastors.gates import Probes
     from contrastors.processing import BiQwen3Processor
 
-REQUIRABLE = tuple(name for name in COMPARED if name not in ("positive_similarity", "hardest_negative"))
+REQUIRABLE = tuple(name for name in COMPARED if name not in NOT_A_GOAL)
 BETWEEN_ADAPTERS = ("recall@1", "mrr")
 BASE = "base"
 NUM_PROBES = 6  # queries and images of the gates; they are embedded one by one
@@ -146,19 +147,24 @@ def load_eval_set(args: argparse.Namespace, world: World) -> EvalSet:
     from contrastors.corpus import read_corpus
     from contrastors.data import validate_images
     from contrastors.evaluation import build_eval_set
-    from contrastors.records import check_bad_rows, read_pairs
+    from contrastors.records import BadRow, check_bad_rows, read_pairs
     from contrastors.runlog import progress
     from contrastors.validation import image_paths
 
     pairs, resolver = read_pairs(args.eval_jsonl, args.max_pairs)
-    more = [tile.path for tile in read_corpus(args.corpus)[0]] if args.corpus else []
+    tiles = read_corpus(args.corpus)[0] if args.corpus else []
+    more = [tile.path for tile in tiles]
     paths = list(dict.fromkeys([*image_paths(pairs), *more]))
     with progress(len(paths), "checking images", world.is_main) as bar:
         facts = validate_images(paths, resolver.folder, args.max_image_pixels, args.num_workers, world, bar.update)
     data = build_eval_set(pairs, facts, more)
     if world.is_main:
-        report = Path(args.output or "verify").with_suffix(".bad_rows.jsonl")
-        check_bad_rows(args.eval_jsonl, data.bad_rows, len(pairs), args.max_bad_fraction, report)
+        report, limit = Path(args.output or "verify"), args.max_bad_fraction
+        check_bad_rows(args.eval_jsonl, data.bad_rows, len(pairs), limit, report.with_suffix(".bad_rows.jsonl"))
+        if args.corpus:
+            bad = [BadRow(t.line, t.path, facts[t.path].reason) for t in tiles if not facts[t.path].ok]
+            source = f"--corpus {args.corpus}"
+            check_bad_rows(source, bad, len(tiles), limit, report.with_suffix(".bad_corpus.jsonl"))
     lost = f", {data.num_bad_negatives} images unreadable" if data.num_bad_negatives else ""
     skipped = f", {len(data.bad_rows)} bad rows skipped" if data.bad_rows else ""
     say(f"{args.eval_jsonl}: {len(data.queries)} queries, corpus of {len(data.documents)} documents{skipped}{lost}")
@@ -203,7 +209,6 @@ def measure(run: Verification, name: str, temperature: float) -> Measured:
             args.max_image_pixels, on_progress=bar.update,
         )  # fmt: skip
     measured = Measured(name, result, temperature, measure_invariance(run.model, run.probes))
-    measured.off += check_invariance(measured.invariance, run.model.base.dtype)
     collapsed = collapse_warnings(result.metrics)
     if name == BASE and (num_cut := result.metrics["num_truncated_queries"]):
         say(f"{num_cut} queries were cut at --max-query-tokens {run.processor.max_query_tokens}")
@@ -212,6 +217,7 @@ def measure(run: Verification, name: str, temperature: float) -> Measured:
             say(f"note: {name}: {text}")
     else:
         measured.off += collapsed
+    measured.off += check_invariance(measured.invariance, run.model.base.dtype)
     return measured
 
 
@@ -244,7 +250,8 @@ def measure_adapter(run: Verification, folder: str, base: Measured) -> Measured:
     measured.comparisons = [compare(m, base.values(m), measured.values(m)) for m in COMPARED]
     for name, least in run.args.require:
         if not measured.result.metrics[name] >= least:
-            measured.off.append(f"--require {name}={least:g}: it is {measured.result.metrics[name]:.4f}")
+            found = format_metric(measured.result.metrics[name])
+            measured.off.append(f"--require {name}={least:g}: it is {found}")
     return measured
 
 
@@ -254,16 +261,10 @@ def against_official(run: Verification) -> dict[str, float]:
     Raises:
         ValueError: They differ.
     """
-    from contrastors.gates import LARGEST_DEVIATION, embed_by_transformers, largest_deviation
+    from contrastors.gates import LARGEST_DEVIATION, compare_with_transformers
 
-    queries, images = probe_sources(run)
-    theirs = embed_by_transformers(run.model, run.args.model, run.processor, queries, images)
-    ours = run.base_vectors
-    num_queries = len(run.probes.queries)
-    found = {
-        "queries": largest_deviation(theirs[0], ours[: len(queries)]),
-        "documents": largest_deviation(theirs[1], ours[num_queries : num_queries + len(images)]),
-    }
+    images = probe_images(run)
+    found = compare_with_transformers(run.model, run.args.model, run.processor, run.data.queries, images)
     bound = LARGEST_DEVIATION[run.model.base.dtype]
     for kind, value in found.items():
         if not value <= bound:
@@ -274,32 +275,36 @@ def against_official(run: Verification) -> dict[str, float]:
     return found
 
 
-def probe_sources(run: Verification) -> tuple[list[str], list[Any]]:
-    """Returns the texts and pictures of the gates: the first of the evaluation set."""
+def probe_images(run: Verification) -> list[Any]:
+    """Returns the first pictures of the evaluation set."""
     from contrastors.images import open_image
 
-    documents = run.data.documents.paths[:NUM_PROBES]
-    return run.data.queries[:NUM_PROBES], [open_image(path, run.args.max_image_pixels) for path in documents]
+    return [open_image(path, run.args.max_image_pixels) for path in run.data.documents.paths[:NUM_PROBES]]
 
 
 # ---------------------------------------------------------------------------------------------------------- reporting
 
 
 def report_adapter(base: Measured, measured: Measured) -> None:
-    """Prints the table of one adapter against the base, and its gates."""
+    """Prints the gates of one adapter, and its table against the base."""
     first = measured.comparisons[0]
     num_documents = measured.result.metrics["corpus_size"]
     say(f"\n{measured.name} against the base: {first.num_queries} queries, {num_documents:.0f} documents")
-    say(f"  {'':20}{'base':>9}{'adapter':>9}  difference [95 %]")
+    for text in measured.off:  # first: they tell whether the numbers below mean anything
+        say(f"  OFF: {text}")
+    say(f"  {'':20}{'base [95 %]':26}{'adapter [95 %]':26}difference [95 %]")
     for found in measured.comparisons:
-        cells = "".join(f"{m.result.metrics[found.metric]:>9.4f}" for m in (base, measured))
-        chance = "" if found.p_value is None else f", p = {found.p_value:.2g}"
-        interval = f"{found.difference:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
-        say(f"  {found.metric:20}{cells}  {interval:28}{found.verdict}{chance}")
+        cells = "".join(f"{format_interval(m.result.metrics, found.metric):26}" for m in (base, measured))
+        say(f"  {found.metric:20}{cells}{describe_difference(found)}")
     deviations = ", ".join(f"{name} {value:.1g}" for name, value in measured.invariance.items())
     say(f"  keys match, embeddings change, base unchanged; cosine deviations: {deviations}")
-    for text in measured.off:
-        say(f"  OFF: {text}")
+
+
+def describe_difference(found: Comparison) -> str:
+    """Returns difference, interval and sentence of a comparison; an en dash where no query has a value of both."""
+    interval = f"{found.difference:+.4f} [{found.low:+.4f}, {found.high:+.4f}]" if found.num_queries else "–"
+    chance = "" if found.p_value is None else f", p = {found.p_value:.2g}"
+    return f"{interval:28}{found.verdict}{chance}"
 
 
 def compare_adapters(adapters: list[Measured]) -> list[dict[str, Any]]:
@@ -309,8 +314,7 @@ def compare_adapters(adapters: list[Measured]) -> list[dict[str, Any]]:
         say(f"\n{second.name} against {first.name}")
         for metric in BETWEEN_ADAPTERS:
             one = compare(metric, first.values(metric), second.values(metric))
-            chance = "" if one.p_value is None else f", p = {one.p_value:.2g}"
-            say(f"  {metric:20}{one.difference:+.4f} [{one.low:+.4f}, {one.high:+.4f}]  {one.verdict}{chance}")
+            say(f"  {metric:20}{describe_difference(one)}")
             found.append({"first": first.name, "second": second.name} | asdict(one))
     return found
 
@@ -332,6 +336,7 @@ def write_report(
             "num_queries": len(queries),
             "corpus_size": len(run.data.documents),
             "bad_rows": len(run.data.bad_rows),
+            "unreadable_images": run.data.num_bad_negatives,
             "models": [
                 {
                     "name": m.name,
@@ -385,7 +390,7 @@ def start(args: argparse.Namespace) -> Verification:
         args.model, world.device, args.dtype, "auto", args.max_num_visual_tokens, args.max_query_tokens
     )
     run = Verification(args, world, model.eval(), processor, data, None, torch.empty(0))
-    run.probes = make_probes(processor, *probe_sources(run))
+    run.probes = make_probes(processor, data.queries[:NUM_PROBES], probe_images(run))
     run.base_vectors = run.probe_vectors()
     return run
 
@@ -431,6 +436,10 @@ def main(argv: list[str] | None = None) -> int:
     repeated = {folder for folder in args.adapter if args.adapter.count(folder) > 1}
     if repeated:
         parser.error(f"--adapter {repeated.pop()} is given twice")
+    read = {os.path.realpath(path) for path in (args.eval_jsonl, args.corpus) if path}
+    written = [os.path.realpath(path) for path in (args.output, args.plot) if path]
+    if len({*written} - read) < len(written):
+        parser.error("--output and --plot must be two files, and neither --eval-jsonl nor --corpus")
     return run_script(lambda: work(args))
 
 

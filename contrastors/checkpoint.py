@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from contrastors.biqwen3 import BiQwen3
 from contrastors.logit_scale import LogitScale
-from contrastors.metrics import HEADLINES
+from contrastors.metrics import HEADLINES, format_metric
 from contrastors.records import dump_json, settle_files, sync_file, write_text
 from contrastors.train_flags import QUERY_SIDE
 
@@ -304,7 +304,7 @@ def model_card(args: argparse.Namespace, step: int, temperature: float, tables: 
         names = [key for key in HEADLINES if all(key in found for found in rows.values())]
         lines += ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
         lines += [
-            f"| {title} | " + " | ".join(f"{found[k]:.4f}" for k in names) + " |" for title, found in rows.items()
+            f"| {title} | " + " | ".join(format_metric(found[k]) for k in names) + " |" for title, found in rows.items()
         ]
         lines.append("")
     return "\n".join(lines)

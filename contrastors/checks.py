@@ -19,15 +19,14 @@ from contrastors.distributed import GradientBucket, World
 from contrastors.evaluation import COLLAPSED, mean_pairwise_cosine
 from contrastors.gates import (
     LARGEST_DEVIATION,
-    embed_by_transformers,
+    compare_with_transformers,
     embed_probes,
     largest,
-    largest_deviation,
     make_probes,
     measure_invariance,
     rope_keepers,
 )
-from contrastors.images import open_image, pad_small
+from contrastors.images import open_image
 from contrastors.loading import load_bi_encoder
 from contrastors.logit_scale import LogitScale
 from contrastors.loss import LossOutput
@@ -200,21 +199,17 @@ def check_inputs(patient: Patient) -> list[Check]:
 
 
 def probe_sources(patient: Patient) -> tuple[list[str], list]:
-    """Returns a few queries within the limit, all different, and the pictures of a few documents."""
-    processor, limit = patient.processor, patient.args.max_image_pixels
-    texts = dict.fromkeys(r.query for r in patient.data.rows if not processor.encode_query(r.query).truncated)
-    paths = list(dict.fromkeys(patient.data.documents.paths[row.positive] for row in patient.data.rows))
-    side = processor.patch_size * processor.merge_size
-    images = [pad_small(open_image(path, limit), side, processor.max_num_visual_tokens) for path in paths[:NUM_PROBES]]
-    if not texts:
-        raise ValueError(f"every query is longer than --max-query-tokens {patient.args.max_query_tokens}; raise it")
-    return list(texts)[:NUM_PROBES], images
+    """Returns the queries, each once, and the pictures of a few documents."""
+    rows, documents = patient.data.rows, patient.data.documents
+    paths = list(dict.fromkeys(documents.paths[row.positive] for row in rows))[:NUM_PROBES]
+    images = [open_image(path, patient.args.max_image_pixels) for path in paths]
+    return list(dict.fromkeys(row.query for row in rows)), images
 
 
 @torch.no_grad()
 def check_base_embeddings(patient: Patient) -> list[Check]:
     """Tells whether the base model's vectors are finite, apart, and those that plain transformers gives."""
-    model, processor = patient.model.eval(), patient.processor
+    model = patient.model.eval()
     batch = patient.first_batch(patient.args.batch_size)
     vectors = torch.cat([model(**chunk) for chunk in patient.chunks(batch)])
     num_bad = int((~torch.isfinite(vectors).all(dim=1)).sum())
@@ -226,11 +221,8 @@ def check_base_embeddings(patient: Patient) -> list[Check]:
     scores = queries @ documents.T
     own = scores.gather(1, batch.slots[:: 1 + patient.args.num_hard_negatives, None])
     others = (scores.sum() - own.sum()) / max(1, scores.numel() - len(own))
-    texts, images = probe_sources(patient)
-    probes = make_probes(processor, texts, images)
-    ours = (embed_probes(model, probes.queries, probes.pad_id), embed_probes(model, probes.documents, probes.pad_id))
-    theirs = embed_by_transformers(model, patient.args.model, processor, texts, images)
-    deviation = largest([largest_deviation(a[: len(b)], b) for a, b in zip(ours, theirs, strict=True)])
+    found = compare_with_transformers(model, patient.args.model, patient.processor, *probe_sources(patient))
+    deviation = largest(list(found.values()))
     second = "prompt, pixels or pooling are not those of plain transformers with the checkpoint's own processor"
     return [
         judge("embeddings", figure, f"0, <= {COLLAPSED:g}", is_ok, sentence),
@@ -248,7 +240,8 @@ def judge_deviation(name: str, deviation: float, bound: float, sentence: str) ->
 def check_invariance(patient: Patient) -> list[Check]:
     """Tells whether an embedding depends on its input alone."""
     model = patient.model.eval()
-    probes = make_probes(patient.processor, *probe_sources(patient))
+    queries, images = probe_sources(patient)
+    probes = make_probes(patient.processor, queries[:NUM_PROBES], images)
     found = measure_invariance(model, probes)
     bound = LARGEST_DEVIATION[model.base.dtype]
     meaning = {

@@ -10,11 +10,9 @@ import numpy as np
 from contrastors.metrics import bootstrap_interval
 
 ALPHA = 0.05  # of the tests; the intervals are its 95 % counterparts
-# Higher is better in all of them.
-COMPARED = (
-    "recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", "positive_similarity", "hardest_negative", "margin"
-)  # fmt: skip
-NOT_A_GOAL = ("positive_similarity", "hardest_negative")  # a shift of all cosines is neither better nor worse
+NOT_A_GOAL = ("positive_similarity", "negative_similarity", "hardest_negative")  # all cosines may shift together
+# Higher is better in all the others.
+COMPARED = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10", *NOT_A_GOAL, "margin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ class Comparison:
     Attributes:
         metric: Its name.
         num_queries: Queries that both models have a value for.
-        difference: Mean of the second minus mean of the first.
+        difference: Mean of the second minus mean of the first; NaN, as its interval, where no query has a value.
         low: Lower end of its 95 % interval (bootstrap over queries).
         high: Upper end.
         p_value: Of McNemar's exact test for recall; None for other metrics, where the interval decides.
@@ -68,19 +66,14 @@ def compare(metric: str, first: np.ndarray, second: np.ndarray) -> Comparison:
         metric: Name; recall gets McNemar's test, the rest is decided by the interval.
         first: (Q,) values of one model, one a query; NaN = none.
         second: (Q,) values of the other, the same queries in the same order.
-
-    Raises:
-        ValueError: No query has a value of both.
     """
     both = np.isfinite(first) & np.isfinite(second)
     first, second = np.asarray(first, np.float64)[both], np.asarray(second, np.float64)[both]
-    if not len(first):
-        raise ValueError(f"{metric}: no query has a value of both models")
     difference = second - first
     low, high = bootstrap_interval(difference)
     p_value = mcnemar_p(first, second) if metric.startswith("recall@") else None
     differs = p_value < ALPHA if p_value is not None else low > 0 or high < 0
-    mean = float(difference.mean())
+    mean = float(difference.mean()) if len(difference) else math.nan
     if not differs:
         verdict = f"not distinguishable at n = {len(first)}"
     elif metric in NOT_A_GOAL:

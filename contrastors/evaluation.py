@@ -33,15 +33,17 @@ class EvalSet:
         queries: Distinct query texts, in order of first use.
         positives: Document numbers of each query, sorted.
         documents: The corpus: positives and listed negatives.
-        bad_rows: Skipped, since the positive cannot be used.
+        num_rows: Rows of the file.
+        bad_rows: Those skipped, since the positive cannot be used.
         num_bad_negatives: Listed negatives, and further images of a corpus, that cannot be read: the corpus lacks them.
     """
 
     queries: list[str]
     positives: list[list[int]]
     documents: DocumentTable
+    num_rows: int
     bad_rows: list[BadRow]
-    num_bad_negatives: int = 0
+    num_bad_negatives: int
 
 
 def build_eval_set(pairs: Sequence[Pair], facts: dict[str, ImageFact], more: Sequence[str] = ()) -> EvalSet:
@@ -64,7 +66,8 @@ def build_eval_set(pairs: Sequence[Pair], facts: dict[str, ImageFact], more: Seq
             positives.setdefault(pair.query, set()).add(number)
         num_bad += sum(table.number(path) == NO_DOCUMENT for path in pair.negatives)
     num_bad += sum(table.number(path) == NO_DOCUMENT for path in more)
-    return EvalSet(list(positives), [sorted(numbers) for numbers in positives.values()], table, bad_rows, num_bad)
+    numbers = [sorted(found) for found in positives.values()]
+    return EvalSet(list(positives), numbers, table, len(pairs), bad_rows, num_bad)
 
 
 @dataclass(slots=True)
@@ -72,7 +75,7 @@ class EvalResult:
     """Numbers of one evaluation.
 
     Attributes:
-        metrics: Flat names -> means; retrieval metrics also with `_low` and `_high` ends of 95 % intervals.
+        metrics: Flat names -> means with `_low` and `_high` ends of their 95 % intervals, and counts.
         per_query: One object a query, in order of the evaluation set.
     """
 
@@ -174,25 +177,25 @@ def score_embeddings(
             for name in names:
                 values[name].append(found[name])
     per_query = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
-    summary = summarize({name: per_query[name] for name in METRICS})
-    for name in names[len(METRICS) + 1 :]:
-        finite = per_query[name][np.isfinite(per_query[name])]
-        summary[name] = float(finite.mean()) if len(finite) else float("nan")
+    summary = summarize({name: per_query[name] for name in names[1:]})
     summary["num_queries"], summary["corpus_size"] = len(queries), len(documents)
     return summary | describe_vectors(queries, documents), per_query
 
 
 def describe_vectors(queries: torch.Tensor, documents: torch.Tensor) -> dict[str, float]:
-    """Returns what tells of a broken model: `num_not_finite`, `num_zero`, `mean_document_similarity`.
+    """Returns what tells of a broken model: `num_not_finite`, `num_zero`, and of each kind the mean cosine.
 
     Args:
-        queries: (Q, D) fp32.
-        documents: (C, D) fp32.
+        queries: (Q, D) fp32 of distinct texts: equal texts have equal vectors, and rightly so.
+        documents: (C, D) fp32 of distinct documents.
     """
-    finite = torch.isfinite(documents).all(dim=1)
-    found = {"num_not_finite": int((~finite).sum()) + int((~torch.isfinite(queries).all(dim=1)).sum())}
-    found["num_zero"] = sum(int((v.square().sum(dim=1) < SMALLEST_NORM**2).sum()) for v in (queries, documents))
-    return found | {"mean_document_similarity": mean_pairwise_cosine(documents[finite])}
+    found: dict[str, float] = {"num_not_finite": 0, "num_zero": 0}
+    for kind, vectors in (("document", documents), ("query", queries)):
+        finite = torch.isfinite(vectors).all(dim=1)
+        found["num_not_finite"] += int((~finite).sum())
+        found["num_zero"] += int((vectors.square().sum(dim=1) < SMALLEST_NORM**2).sum())
+        found[f"mean_{kind}_similarity"] = mean_pairwise_cosine(vectors[finite])
+    return found
 
 
 def _one_query(scores: np.ndarray, positives: Sequence[int], scale: float) -> dict[str, float]:
@@ -261,6 +264,8 @@ def evaluate(
     # One rank computes: two machines may round differently, and ranks must agree on what is best.
     scored = score_embeddings(queries, document_vectors, data.positives, scale) if world.is_main else None
     metrics, per_query = from_main(scored)
+    metrics |= {"num_rows": data.num_rows, "num_bad_rows": len(data.bad_rows)}
+    metrics["num_bad_negatives"] = data.num_bad_negatives
     metrics["num_truncated_queries"] = sum(processor.encode_query(query).truncated for query in data.queries)
     rows = []
     for place, (query, positives) in enumerate(zip(data.queries, data.positives, strict=True)):
@@ -276,7 +281,7 @@ def collapse_warnings(metrics: dict[str, float]) -> list[str]:
         warnings.append(f"{metrics['num_not_finite']} embeddings are not finite; they rank last")
     if metrics["num_zero"]:
         warnings.append(f"{metrics['num_zero']} embeddings are zero: the model gives their inputs no direction")
-    if metrics["mean_document_similarity"] > COLLAPSED:
-        found = metrics["mean_document_similarity"]
-        warnings.append(f"the embeddings have collapsed: two documents have a mean cosine of {found:.4f}")
+    for kind, pair in (("document", "two documents"), ("query", "two queries")):
+        if (found := metrics[f"mean_{kind}_similarity"]) > COLLAPSED:
+            warnings.append(f"the embeddings have collapsed: {pair} have a mean cosine of {found:.4f}")
     return warnings

@@ -195,7 +195,7 @@ def export_card(about: dict[str, Any], record: dict[str, Any]) -> str:
         about: Content of contrastors.json.
         record: trainer_state.json of the adapter, empty where there is none.
     """
-    from contrastors.metrics import HEADLINES
+    from contrastors.metrics import HEADLINES, format_interval
 
     kind, base = about["format"], about["base_model"]
     library = {"merged": "transformers", "sentence-transformers": "sentence-transformers", "adapter": "peft"}[kind]
@@ -234,15 +234,11 @@ def export_card(about: dict[str, Any], record: dict[str, Any]) -> str:
         names = [name for name in HEADLINES if all(name in found for found in columns.values())]
         lines += ["| metric [95 %] | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         lines += [
-            f"| {name} | " + " | ".join(_cell(found, name) for found in columns.values()) + " |" for name in names
+            f"| {name} | " + " | ".join(format_interval(found, name) for found in columns.values()) + " |"
+            for name in names
         ]
         lines += ["", f"Evaluation after step {record['evaluated_step']}, before the export.", ""]
     return "\n".join(lines)
-
-
-def _cell(found: dict[str, float], name: str) -> str:
-    low, high = found.get(f"{name}_low"), found.get(f"{name}_high")
-    return f"{found[name]:.4f}" + (f" [{low:.4f}, {high:.4f}]" if low is not None and high is not None else "")
 
 
 def main(argv: list[str] | None = None) -> int:

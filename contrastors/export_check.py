@@ -27,7 +27,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from contrastors.biqwen3 import BiQwen3
 from contrastors.checkpoint import ADAPTER_FILE, load_adapter
 from contrastors.export_files import CONFIG_FILE, EXPORT_FILE, Source
-from contrastors.gates import check_effect, embed_probes
+from contrastors.gates import check_effect, embed_probes, is_plain
 from contrastors.images import BadImage, open_image, pad_small
 from contrastors.loading import load_bi_encoder
 from contrastors.processing import BiQwen3Processor
@@ -101,7 +101,7 @@ def choose_probes(processor: BiQwen3Processor, train_jsonl: str | None) -> Probe
     images = [_draw_page(length, length + 3 * side), _draw_page(3 * side, 2 * side)]
     pairs = read_pairs(train_jsonl, NUM_ROWS)[0] if train_jsonl and os.path.isfile(train_jsonl) else []
     for pair in pairs:
-        if _is_plain(processor, pair.query):
+        if is_plain(processor, pair.query):
             queries.append(pair.query)
         try:
             # Other loaders know nothing of this padding, which only images below one visual token need.
@@ -109,13 +109,6 @@ def choose_probes(processor: BiQwen3Processor, train_jsonl: str | None) -> Probe
         except BadImage:
             continue
     return Probes(queries, images)
-
-
-def _is_plain(processor: BiQwen3Processor, text: str) -> bool:
-    """Tells texts that every loader reads alike from those with control markers or addresses of images."""
-    markers = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-    split = processor.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return markers == split and "://" not in text and not text.startswith("data:") and not os.path.exists(text)
 
 
 def _draw_page(width: int, height: int) -> Image.Image:

@@ -5,8 +5,10 @@ Each gate gives figures, or a sentence where something is off; who calls decides
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from PIL import Image
@@ -14,6 +16,7 @@ from torch.nn.functional import cosine_similarity, normalize
 from transformers import AutoProcessor
 
 from contrastors.biqwen3 import BiQwen3
+from contrastors.images import pad_small
 from contrastors.processing import DOCUMENT_INSTRUCTION, QUERY_INSTRUCTION, BiQwen3Processor, Inputs, Item
 
 # Largest cosine deviation of one input embedded in two ways. fp32: the project's promise. bf16 keeps 8 bits, and other
@@ -184,3 +187,37 @@ def embed_by_transformers(
             hidden = model.backbone(**inputs.to(device)).last_hidden_state
         vectors.append(normalize(hidden[:, -1].double(), dim=1).cpu())
     return vectors[0], vectors[1]
+
+
+def is_plain(processor: BiQwen3Processor, text: str) -> bool:
+    """Tells texts that every loader reads alike from those with control markers or addresses of images."""
+    markers = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    split = processor.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return markers == split and "://" not in text and not text.startswith("data:") and not os.path.exists(text)
+
+
+def compare_with_transformers(
+    model: BiQwen3, checkpoint: str, processor: BiQwen3Processor, queries: Sequence[str], images: Sequence[Image.Image]
+) -> dict[str, float]:
+    """Returns the largest cosine deviation of `queries` and of `documents` between our way and plain transformers.
+
+    Compared is what both must read alike: texts that are plain and within the token limit, and images with the padding
+    that ours gives to small ones. Where no text is left, a letter stands in.
+
+    Args:
+        model: In eval mode, with or without an adapter.
+        checkpoint: Hub name or folder of the base model.
+        processor: Its processor.
+        queries: Any; as many of them are taken as there are images.
+        images: RGB.
+    """
+    whole = (text for text in queries if is_plain(processor, text) and not processor.encode_query(text).truncated)
+    texts = list(islice(whole, len(images))) or ["a"]
+    side = processor.patch_size * processor.merge_size
+    pages = [pad_small(image, side, processor.max_num_visual_tokens) for image in images]
+    ours = ([processor.encode_query(text) for text in texts], [processor.encode_document(page) for page in pages])
+    theirs = embed_by_transformers(model, checkpoint, processor, texts, pages)
+    return {
+        kind: largest_deviation(vectors, embed_probes(model, items, processor.pad_id))
+        for kind, items, vectors in zip(("queries", "documents"), ours, theirs, strict=True)
+    }

@@ -8,7 +8,7 @@ others, and a positive that has one is not found, however small the corpus.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ HEADLINES = (*(f"recall@{k}" for k in RECALL_AT), "mrr", f"ndcg@{NDCG_AT}", "mar
 # Cosines closer than this are ties: the same picture in two batches differs by about 1e-7 in fp32, and a ranking made
 # of that is noise.
 TIE_WIDTH = 2.0**-20
+_BLOCK = 2**14  # values of the resamples that are drawn at a time: they stay in the cache
 
 
 def query_metrics(scores: np.ndarray, positives: Sequence[int]) -> dict[str, float]:
@@ -97,8 +98,10 @@ def bootstrap_interval(values: np.ndarray, num_resamples: int = 1000, seed: int 
     values = values[np.isfinite(values)]
     if not len(values):
         return math.nan, math.nan
-    generator = np.random.default_rng(seed)
-    means = [generator.choice(values, len(values)).mean() for _ in range(num_resamples)]
+    generator, count = np.random.default_rng(seed), len(values)
+    block = max(1, _BLOCK // count)
+    sizes = [min(block, num_resamples - done) for done in range(0, num_resamples, block)]
+    means = np.concatenate([values[generator.integers(count, size=(size, count))].mean(axis=1) for size in sizes])
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
@@ -121,3 +124,25 @@ def summarize(per_query: dict[str, np.ndarray]) -> dict[str, float]:
         low, high = wilson_interval(mean, len(values)) if name.startswith("recall@") else bootstrap_interval(values)
         summary |= {name: mean, f"{name}_low": low, f"{name}_high": high}
     return summary
+
+
+def format_metric(value: float | None, digits: int = 4) -> str:
+    """Returns a metric as text; an en dash where it has no value.
+
+    Args:
+        value: NaN, or None as strict JSON writes that, = no value.
+        digits: After the point.
+    """
+    return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def format_interval(summary: Mapping[str, float | None], name: str, digits: int = 4) -> str:
+    """Returns a metric with its 95 % interval as text, the interval where it is known.
+
+    Args:
+        summary: From `summarize`, or read back from a file.
+        name: Of the metric.
+        digits: After the point.
+    """
+    ends = [format_metric(summary.get(f"{name}_{end}"), digits) for end in ("low", "high")]
+    return format_metric(summary[name], digits) + ("" if "–" in ends else f" [{', '.join(ends)}]")

@@ -14,19 +14,19 @@ from contrastors.distributed import World
 from contrastors.embeddings import EmbeddingMatrix
 from contrastors.index import search
 from contrastors.negatives import Hit
-from contrastors.records import POSITIVE, BadRow, PathResolver, read_jsonl, read_pairs, relocate_row
+from contrastors.records import POSITIVE, BadRow, Pair, PathResolver, read_jsonl, read_pairs, relocate_row
 from contrastors.runlog import progress
-from contrastors.served import read_ids
+from contrastors.served import PositiveMatcher, ServedPositive, read_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A usable row.
+    """A row of a query that can be mined for.
 
     Attributes:
         line: Line of the file, from 1.
         query: Number of its text.
-        document: Number of its positive.
+        document: Number of its positive; below NO_DOCUMENT where its image cannot be used.
         path: Of the positive, can be opened.
         text: The same as the row has it.
         ids: (article_id, tile_index, chunk_index) of the positive, or None.
@@ -53,6 +53,8 @@ class MiningData:
         tiles: The first tile of each document of the corpus.
         contents: Content hash of each document of the corpus.
         rows: Row number of the file -> usable row.
+        unreadable: Rows whose image cannot be used and whose query has others; each positive has a number of its own.
+        doubtful: Query -> tiles that may be one of those positives under another path.
         queries: Distinct texts.
         positives: Documents known to answer each query.
         articles: Document -> every article_id known of it, text -> as written.
@@ -69,6 +71,8 @@ class MiningData:
     tiles: list[Tile] = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
+    unreadable: list[Row] = field(default_factory=list)
+    doubtful: dict[int, set[int]] = field(default_factory=dict)
     queries: list[str] = field(default_factory=list)
     positives: list[set[int]] = field(default_factory=list)
     articles: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -80,6 +84,11 @@ class MiningData:
         """Notes the article of a document; 7 and "7" are one."""
         if article_id is not None:
             self.articles.setdefault(document, {}).setdefault(str(article_id), article_id)
+
+    def served_positive(self, row: Row) -> ServedPositive:
+        """Returns what is known of a row's positive."""
+        content = self.table.content(row.document) if row.document > NO_DOCUMENT else ""
+        return ServedPositive(row.path, row.text, row.ids, content)
 
 
 def load_mining_data(
@@ -120,10 +129,12 @@ def load_mining_data(
             data.contents.append(facts[tile.path].content)
         data.name_article(document, tile.article_id)
     numbers: dict[str, int] = {}
+    unreadable = []
     for pair, (text, article, ids) in zip(pairs, records, strict=True):
         document = data.table.number(pair.positive)
         if document == NO_DOCUMENT:
             data.bad_rows.append(BadRow(pair.line, pair.positive, data.table.reason(pair.positive)))
+            unreadable.append((pair, text, ids))
             continue
         data.name_article(document, article)
         query = numbers.setdefault(pair.query, len(numbers))
@@ -135,7 +146,27 @@ def load_mining_data(
             data.bad_rows.append(BadRow(pair.line, pair.positive, f"is no tile of --corpus {corpus}"))
             continue
         data.rows[pair.index] = Row(pair.line, query, document, pair.positive, text, ids)
+    _add_unreadable(data, numbers, unreadable)
+    if corpus:
+        _find_doubtful(data, tiles)
     return data
+
+
+def _add_unreadable(data: MiningData, numbers: dict[str, int], unreadable: list[tuple[Pair, str, Any]]) -> None:
+    """Notes the rows whose image cannot be used, where other rows have their query."""
+    for number, (pair, text, ids) in enumerate(unreadable, start=1):
+        if pair.query in numbers:
+            row = Row(pair.line, numbers[pair.query], NO_DOCUMENT - number, pair.positive, text, ids)
+            data.unreadable.append(row)
+            data.positives[row.query].add(row.document)
+
+
+def _find_doubtful(data: MiningData, tiles: list[Tile]) -> None:
+    """Notes which tiles have the end of the path of an unreadable positive: its file may have moved, or be broken."""
+    matcher = PositiveMatcher(map(data.served_positive, data.unreadable))
+    for tile in tiles if data.unreadable else ():
+        for number in matcher.find({"path": tile.text}):
+            data.doubtful.setdefault(data.unreadable[number].query, set()).add(data.table.number(tile.path))
 
 
 class LocalHits:

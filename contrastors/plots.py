@@ -47,13 +47,13 @@ def draw_comparison(
     figure = Figure(figsize=(4.2 * (len(per_query) + 1), 3.6), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, len(per_query) + 1)
-    similarities = [values[n] for values in per_query.values() for n in ("positive_similarity", "hardest_negative")]
-    finite = np.concatenate(similarities)
-    finite = finite[np.isfinite(finite)]
+    shown = ("positive_similarity", "hardest_negative")
+    similarities = {name: [v[n][np.isfinite(v[n])] for n in shown] for name, v in per_query.items()}
+    finite = np.concatenate([values for both in similarities.values() for values in both])
     bins = np.linspace(finite.min() - 1e-6, finite.max() + 1e-6, 41) if len(finite) else 40
-    for axes, (name, values) in zip(panels, per_query.items(), strict=False):
-        axes.hist(values["positive_similarity"], bins=bins, alpha=0.6, label="positive")
-        axes.hist(values["hardest_negative"], bins=bins, alpha=0.6, label="hardest negative")
+    for axes, (name, (positive, hardest)) in zip(panels, similarities.items(), strict=False):
+        axes.hist(positive, bins=bins, alpha=0.6, label="positive")
+        axes.hist(hardest, bins=bins, alpha=0.6, label="hardest negative")
         axes.set(title=name, xlabel="cosine", ylabel="queries")
         axes.legend(fontsize="small")
     for axes in panels[1:-1]:

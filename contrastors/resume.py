@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from contrastors.biqwen3 import BiQwen3
 from contrastors.checkpoint import absolute_args, read_state
 from contrastors.chunking import Chunking
+from contrastors.data import TrainingSet, digest_rows
+from contrastors.distributed import from_main, require_agreement
+from contrastors.evaluation import EvalSet
+from contrastors.loading import hash_file, identify_weights, sample_weights
 from contrastors.run_folder import find_latest, list_checkpoints
 from contrastors.runlog import RunLog
 
@@ -224,6 +229,48 @@ def restore_state(args: argparse.Namespace, saved: dict[str, Any], log: RunLog) 
     if state.best_step is not None and not Path(args.output_dir, f"checkpoint-{state.best_step}").is_dir():
         log.say(f"the best checkpoint so far, of step {state.best_step}, is gone; the next evaluation is the best anew")
         state.best_step = state.best_value = None
+    return state
+
+
+def take_state(
+    args: argparse.Namespace,
+    saved: dict[str, Any],
+    model: BiQwen3,
+    data: TrainingSet | None,
+    eval_set: EvalSet | None,
+    log: RunLog,
+) -> TrainState:
+    """Returns the state to go on from; base model and rows must be those that it stands for. Collective.
+
+    Args:
+        args: Flags of this call, with those of the checkpoint in place of untyped ones.
+        saved: trainer_state.json; empty = start anew.
+        model: The base model as loaded, before an adapter.
+        data: Of training; None = `--eval-only`.
+        eval_set: Of evaluation, where there is one.
+        log: Of the run.
+
+    Raises:
+        ValueError: Ranks, or checkpoint and this call, stand on other models or rows.
+    """
+    state = restore_state(args, saved, log)
+    rows = eval_rows = ""
+    if data is not None:
+        rows = digest_rows(data.documents, ((row.query, [row.positive, *row.negatives]) for row in data.rows))
+    if eval_set is not None and not args.eval_only:
+        eval_rows = digest_rows(eval_set.documents, zip(eval_set.queries, eval_set.positives, strict=True))
+    place = f"step {state.step} of run {saved.get('run_id')}"
+    require_agreement(
+        {"--train-jsonl": rows, "--eval-jsonl": eval_rows, "--model": sample_weights(model), "the checkpoint": place}
+    )
+    origin = None
+    if log.is_main and (saved or data is not None):  # an evaluation of the base alone compares nothing
+        file = hash_file(args.train_jsonl) if data is not None else ""
+        origin = Origin(identify_weights(args.model), file, rows, eval_rows)
+    for note in check_origin(args, state, from_main(origin) or Origin()):
+        log.say(f"changed on resume: {note}")
+    if saved and state.step == args.max_steps and not args.eval_only:
+        log.say(f"step {state.step} of {args.max_steps} is done; for more: --max-steps N --allow-changed-args")
     return state
 
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 import time
-from collections.abc import Iterable
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,8 @@ SKIP_REASONS = (
     "positive_not_confirmed",
 )
 LOST_FRACTION_HELP = (
-    "stop before any request when more positives are missing; exit code 1 when more rows are lost; 1 = never"
+    "stop before any request when more positives are missing; exit code 1 when more rows are lost, "
+    "or when most verdicts are unknown; 1 = never"
 )
 PARENT_VARIABLE = "CONTRASTORS_FILTER_PARENT"  # process number of the chunk runner; a filter ends with its runner
 _LOCK_WAIT_S = 5.0  # a run that was told to stop may need a moment
@@ -253,11 +257,41 @@ def check_lost_rows(
     )
 
 
-def check_outputs(paths: Iterable[str | Path]) -> None:
-    """Raises ValueError for an output that exists."""
+def check_understood(counts: dict[str, Any], reviews_file: str | Path, max_fraction: float) -> ValueError | None:
+    """Returns the error to raise where most verdicts are UNKNOWN; with `--max-bad-fraction` 1 that is a warning.
+
+    Args:
+        counts: Of the whole input.
+        reviews_file: Where the replies can be read.
+        max_fraction: `--max-bad-fraction`.
+    """
+    verdicts = Counter(counts["verdicts"]) + Counter(counts["positive_verdicts"])
+    num_judged = sum(verdicts[verdict] for verdict in (CORRECT, *KEPT, UNKNOWN))
+    if verdicts[UNKNOWN] <= num_judged / 2:
+        return None
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts["unknown_reasons"].items()))
+    text = f"{verdicts[UNKNOWN]} of {num_judged} verdicts are UNKNOWN ({reasons}), see {reviews_file}; "
+    text += "--overwrite with another --model, --judge-model or --prompt-file may help"
+    if max_fraction < 1:
+        return ValueError(f"{text}, --max-bad-fraction 1 takes what there is")
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+    return None
+
+
+def check_outputs(paths: Iterable[str | Path], flag: str) -> None:
+    """Raises ValueError for an output that exists; `flag` is the one that goes on with it."""
     for path in paths:
         if os.path.exists(path):
-            raise ValueError(f"{path} exists; --resume goes on with it, --overwrite starts anew")
+            raise ValueError(f"{path} exists; {flag} goes on with it, --overwrite starts anew")
+
+
+def refuse_equal_files(parser: ArgumentParser, files: Mapping[str, str | Path | None]) -> None:
+    """Ends with a usage error where two flags name one file; None = not given."""
+    flags: dict[str, str] = {}
+    for flag, path in files.items():
+        other = flags.setdefault(os.path.realpath(path), flag) if path else flag
+        if other != flag:
+            parser.error(f"{other} and {flag} name one file ({path}); give each its own")
 
 
 def count_review(counts: dict[str, Any], found: dict[str, Any]) -> None:
@@ -285,7 +319,7 @@ def read_earlier(summary_file: str | Path, reviews_file: str | Path, settings: d
         ValueError: It was made with other settings, or its settings are lost.
     """
     if not os.path.exists(summary_file):
-        if os.path.exists(reviews_file):
+        if os.path.exists(reviews_file) and os.path.getsize(reviews_file):  # empty: it was killed before it asked
             raise ValueError(f"{reviews_file}: its summary {summary_file} is gone; --overwrite starts anew")
         return None
     summary = json.loads(Path(summary_file).read_text(encoding="utf-8"))

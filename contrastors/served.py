@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from contrastors.candidates import file_content
+from contrastors.candidates import content_now, file_content
 from contrastors.negatives import Hit
 from contrastors.records import POSITIVE, PathResolver, relocate_row
 
@@ -28,11 +28,13 @@ class ServedPositive:
         path: That can be opened.
         text: As the row has it.
         ids: (article_id, tile_index, chunk_index), or None.
+        content: Content hash of its image; "" where it is not known.
     """
 
     path: str
     text: str
     ids: tuple[str, ...] | None
+    content: str = ""
 
 
 def read_ids(data: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -55,10 +57,11 @@ def _suffixes(path: str) -> list[str]:
 
 
 class PositiveMatcher:
-    """Recognises the positives of one query text among hits, whose paths may be relative to a folder we do not know.
+    """Recognises positives among hits, whose paths may be relative to a folder we do not know.
 
     The ids decide where both sides have them. Otherwise the path of the hit must be the end of the positive's path, or
-    the path that the row gives relatively must be the end of the hit's.
+    the path that the row gives relatively must be the end of the hit's. Then only the bytes of the hit's file, if it is
+    here, tell that it is another document.
     """
 
     def __init__(self, positives: Iterable[ServedPositive]):
@@ -72,12 +75,21 @@ class PositiveMatcher:
             if not os.path.isabs(positive.text):
                 self._by_text.setdefault(normal_path(positive.text), set()).add(number)
 
-    def find(self, hit: Mapping[str, Any]) -> set[int]:
-        """Returns the numbers of the positives that a hit is, in order of construction."""
+    def find(self, hit: Mapping[str, Any], file: str | None = None) -> set[int]:
+        """Returns the numbers of the positives that a hit is, or might be, in order of construction.
+
+        Args:
+            hit: As the service sent it.
+            file: Of the hit; None where it is not on this machine.
+        """
         ids, path = read_ids(hit), hit["path"]
         found = set(self._by_end.get(normal_path(path).strip("/"), ()))
+        # The folder of a relative path is a guess: where the whole path fits, it may just have missed the positive's.
+        sure = set() if os.path.isabs(path) else set(found)
         for end in _suffixes(path):
             found |= self._by_text.get(end, set())
+        if file is not None:
+            found = {number for number in found if number in sure or not _differs(file, self.positives[number])}
         if ids is not None:
             found = {number for number in found if self.positives[number].ids in (None, ids)}
             found |= {number for number, positive in enumerate(self.positives) if positive.ids == ids}
@@ -144,7 +156,7 @@ class ServedHits:
         for hit, file in zip(reply, files, strict=True):
             content = contents.get(file)
             same = {n for n, p in enumerate(matcher.positives) if content and contents.get(p.path) == content}
-            documents = {self.documents[query][number] for number in matcher.find(hit) | same}
+            documents = {self.documents[query][number] for number in matcher.find(hit, file) | same}
             entry = {"path": self._move(hit["path"]), "score": hit["score"]}
             entry |= {name: hit[name] for name in IDS if hit.get(name) is not None}
             identity = content or normal_path(os.path.realpath(file) if file else hit["path"])
@@ -165,6 +177,13 @@ class ServedHits:
             else:
                 self._moved[path] = path
         return self._moved[path]
+
+
+def _differs(file: str, positive: ServedPositive) -> bool:
+    """Tells whether a file and a positive are both known by content, and are not the same."""
+    if not positive.content or os.path.realpath(file) == os.path.realpath(positive.path):
+        return False
+    return content_now(file) not in ("", positive.content)
 
 
 def equal_sized_contents(files: Iterable[str | None]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,41 +42,58 @@ _CAN_NOT_ANSWER = re.compile(
     r"|\bunable to (?:answer|determine|verify|judge)\b|\bnot (?:answerable|possible to (?:answer|determine|tell))\b"
     r"|\b(?:insufficient|not enough) (?:information|evidence|context)\b"
 )
+# The model's inability to look at pictures at all, or its policy; what a page lacks is an answer, and judged as one.
+_PICTURES = r"(?:(?:an?|any|the|this|your|attached|provided) )*(?:images?|pictures?|photos?|pages?|screenshots?)\b"
+_NOT_OF_THE_PAGE = (
+    r"(?=\s*(?:$|[^\w\s]|(?:or|and|so|directly|attached|provided|right now|at the moment|(?:that )?you)\b"
+    r"|in (?:your|this|our) (?:message|request|conversation|chat)\b))"
+)
+_AI = r"an? (?:ai|(?:large )?language|text-based)(?: language| text)?(?: model| assistant)"
+_CAN_NOT = (
+    r"\bi (?:can not|could not|will not|am (?:unable|not able) to|do not(?: have the ability to)?) (?:\w+ (?:or )?)?"
+)
 _REFUSAL = re.compile(
-    r"\bas an ai\b|\b(?:against|violates?) (?:my|our|the) \w*\s?(?:polic|guideline)|\bi must decline\b"
-    r"|\bi (?:can not|could not|will not|am (?:unable|not able) to) (?:\w+ )?"
-    r"(?:assist|help|comply|provide|fulfil|process|view|see|analy|identify|access|open)"
-    r"|\bno image (?:was|is|has been) (?:provided|attached)|\bdo not have access\b"
+    rf"\bi am (?:\w+ )?{_AI}\b|\bas {_AI}?,? i\b|\bi must decline\b"
+    r"|\b(?:against|violates?) my \w*\s?(?:polic|guideline)|\bviolates? (?:our|the) (?:usage|content|safety) polic"
+    rf"|{_CAN_NOT}(?:assist|help|comply|fulfil|provide (?:that|assistance)|process (?:this|that|your) request"
+    r"|identify (?:real |specific )?(?:people|individuals|persons))"
+    rf"|{_CAN_NOT}(?:view|see|analy[sz]e|access|open|process|interpret|have access to) {_PICTURES}{_NOT_OF_THE_PAGE}"
+    r"|(?:^|[.!:]\s+)(?:i am sorry,? (?:but )?|it (?:seems|appears|looks like) (?:that )?)?(?:there (?:is|was) )?"
+    r"no (?:image|picture|page)(?: (?:was|is|has been))? (?:provided|attached)(?=\s*(?:$|[.!;]|,? (?:so|please|i)\b))"
 )
 _SORRY = re.compile(r"\b(?:sorry|apologi[sz]e)\b")
 
-_NEGATION = r"(?:not|never|hardly|nothing|far from|no|non|nicht|pas|niet|nie|ikke|inte|não|nao)"
+_NOT = r"(?:not|never|hardly|nothing|far from|non|nicht|pas|niet|nie|ikke|inte|não|nao)"
 _ADVERB = (
     r"(?:absolutely|completely|entirely|fully|factually|definitely|clearly|indeed|totally|perfectly|wholly|strictly|quite"
     r"|very|simply|therefore|thus|actually|really|at all|all)"
 )
-_SPOKEN_OF = r"\b(?:is|was|are|were|be|as|seems|appears|judged|considered|marked|deemed|rated|verdict|judge?ment)\s+"
 _MENTION = re.compile(
-    rf"(?P<frame>^\W*|[:=>({{\[\"'“”«,–—]\s*|(?<!\w)-\s*|{_SPOKEN_OF})(?P<qualifier>(?:(?:{_NEGATION}|{_ADVERB})\s+)*)"
-    r"(?P<word>correct|right|accurate|true|incorrect|wrong|inaccurate|false)\b(?P<after>\W*\w*)"
+    rf"\b(?P<qualifier>(?:(?:{_NOT}|{_ADVERB})\s+)*)"
+    r"(?P<word>correct|right|accurate|true|incorrect|wrong|inaccurate|false)\b"
 )
-_NEGATED = re.compile(rf"\b{_NEGATION}\b")
-# After a verdict word that opens a line these go on with the verdict; any other word makes it an adjective.
-_GO_ON = re.compile(
-    r"^(?:\s*$|\s*[^\w\s].*|\s+(?:because|since|as|and|but|given|per|based|according|in|for|the|it|this)$)"
+_IS = r"\b(?:is|was|are|were|be|as|seems|appears|judged|considered|marked|deemed|rated)"
+_OF_THE_ANSWER = re.compile(
+    r"(?:yes )?(?:(?:the|that|this|given|provided|my) )*"
+    rf"(?:answer|response|reply|statement|verdict|it|this|that|there)(?: given| provided)?(?: {_IS})+"
 )
+_CLAUSE = re.compile(
+    r"[,;:=>({\[\"'“”«–—]|(?<!\w)-|\b(?:so|because|since|and|therefore|thus|hence|but|however|although)\b"
+)
+# After a verdict word these go on with it; any other word makes it an adjective ("correct year", "correct that").
+_GO_ON = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:because|since|as|and|but|given|per|based|according)\b")
+# "Correct: 1913" names what would be correct; "CORRECT: the page shows it" gives the ground.
+_VALUE = re.compile(r"\W*[:=–—-]\s*(?!(?:\w+ ){1,3}(?:shows?|states?|says?|lists?|gives?|confirms?|supports?)\b)\w")
 _HEDGE = re.compile(
     r"\b(?:partial(?:ly)?|partly|mostly|somewhat|almost|nearly|half|largely|generally|may|might|could|would|should|possibly"
     r"|probably|perhaps|maybe|likely|if|unless|only|or|either|whether|except|until)\b|\?"
 )
-_DOUBT = re.compile(
-    r"\b(?:not|never|nobody|hardly) (?:\w+ )?(?:think|believe|say|claim|agree|call|sure|certain)\b"
-    r"|\b(?:doubt|deny|denies)\b"
+_DENIAL = re.compile(
+    rf"\b(?:{_NOT}|no|none|nobody|nor|neither|without|(?:un|in)\w*able|(?:fail|lack|miss|doubt|den[yi]|contradict)\w*)\b"
 )
-_OPPOSED = re.compile(
-    r"\b(?:incorrect|wrong|inaccurate|false|unanswerable)\b|\bnot (?:\w+ )?(?:correct|right|accurate|true)\b"
-    r"|\b(?:correct|right|accurate|true)\W*[:=]\W*(?:no|n|0)\b"
-)
+_CONTRAST = re.compile(r"\b(?:but|however|although|though|yet|nevertheless|still|instead|despite|while)\b")
+_VERDICT_WORD = re.compile(r"\b(?:in|un)?(?:correct|accurate|right|true|wrong|false)")
+_NOT_WRONG = re.compile(rf"\b{_NOT} (?:{_ADVERB} )?(?:incorrect|wrong|inaccurate|false)\b")
 _LABEL = re.compile(
     r"\b(?:verdict|final answer|judge?ment|conclusion|assessment|classification|decision|label|grade)"
     r"(?: is\b|\W)*?[:=>\-–\s]\W*([^\n]*)"
@@ -185,33 +203,50 @@ def _text_verdicts(text: str) -> set[str | None]:
     if re.sub(r"\s+", "_", whole) in _WHOLE_REPLIES:
         return {_WHOLE_REPLIES[re.sub(r"\s+", "_", whole)]}
     plain = _normalise(text)
-    labelled = set().union(*(_mentions(segment) for segment in _LABEL.findall(plain)))
-    found = labelled or _mentions(plain)
-    if found == {WRONG, CANNOT_ANSWER}:  # "wrong, the page does not say": no answer either way
-        return {WRONG}
-    if found == {CORRECT} and not labelled and _contradicted(plain):
-        return {None}
-    return found
+    labelled = set().union(*(_verdicts_said(segment) for segment in _LABEL.findall(plain)))
+    found = labelled or _verdicts_said(plain)
+    # "wrong, the page does not say": no answer either way
+    return {WRONG} if found == {WRONG, CANNOT_ANSWER} else found
 
 
-def _contradicted(plain: str) -> bool:
-    """Tells whether a text that calls the answer correct also holds a word to the contrary, wherever it stands."""
-    words = re.sub(rf"\b{_NEGATION} (?:{_ADVERB} )?(?:is )?(?:incorrect|wrong|inaccurate|false)\b", "", plain)
-    return bool(_OPPOSED.search(words))
+def _verdicts_said(plain: str) -> set[str | None]:
+    plain = re.sub(rf"\b({_NOT}|{_ADVERB})\s+", r"\1 ", plain)  # a line may end in one
+    sentences = re.split(r"\n|(?<=[.!?;])(?<!\.\.)\s+", plain)
+    mentions = [meaning for sentence in sentences for meaning in _mentions(sentence)]
+    if set(mentions) != {CORRECT}:
+        return set(mentions)
+    # A text that calls the answer correct and denies, restricts or corrects anything is not clear enough.
+    others = _NOT_WRONG.sub("", plain)
+    is_clear = len(mentions) == len(_VERDICT_WORD.findall(plain)) and not (
+        _DENIAL.search(others) or _CONTRAST.search(others) or _HEDGE.search(others)
+    )
+    return {CORRECT if is_clear else None}
 
 
-def _mentions(plain: str) -> set[str | None]:
-    found: set[str | None] = set()
-    for sentence in re.split(r"\n|(?<=[.!?;])\s+", plain):
-        for match in _MENTION.finditer(sentence):
-            if not re.match(_SPOKEN_OF, match["frame"]) and not _GO_ON.match(match["after"]):
-                continue
-            meaning = _MEANINGS[match["word"]]
-            if _NEGATED.search(match["qualifier"]):
-                meaning = WRONG if meaning == CORRECT else CORRECT
-            before = sentence[: match.start("qualifier")]
-            doubtful = _HEDGE.search(sentence) or _DOUBT.search(before)
-            found.add(None if doubtful or meaning == CORRECT and _NEGATED.search(before) else meaning)
-        if re.search(r"(?<!not )\bunanswerable\b", sentence):
-            found.add(None if _HEDGE.search(sentence) else CANNOT_ANSWER)
-    return found
+def _mentions(sentence: str) -> Iterator[str | None]:
+    """Yields what each verdict word of a sentence says of the answer; None = it is hedged."""
+    is_hedged, breaks = bool(_HEDGE.search(sentence)), [0, *(match.end() for match in _CLAUSE.finditer(sentence))]
+    for match in _MENTION.finditer(sentence):
+        before, meaning = sentence[: match.start()], _MEANINGS[match["word"]]
+        if _VERDICT_WORD.search(before) and before.rstrip().endswith((":", "=")):
+            continue  # "correct: false" tells what would be correct
+        if re.search(rf"\b{_NOT}\b", match["qualifier"]):
+            meaning = WRONG if meaning == CORRECT else CORRECT
+        clause = re.sub(r"^\W+|\W+$", "", before[breaks[bisect_right(breaks, match.start()) - 1] :])
+        if _is_said_of_the_answer(meaning, clause, sentence[match.end() :]):
+            yield None if is_hedged else meaning
+    for match in re.finditer(r"\bunanswerable\b", sentence):
+        clause = sentence[breaks[bisect_right(breaks, match.start()) - 1] : match.start()]
+        if not _DENIAL.search(clause):
+            yield None if is_hedged else CANNOT_ANSWER
+
+
+def _is_said_of_the_answer(meaning: str, clause: str, after: str) -> bool:
+    """Tells whether a verdict word is a verdict, by its clause up to it and by what comes after it."""
+    goes_on = bool(_GO_ON.match(after))
+    if meaning == CORRECT:
+        return goes_on and not _VALUE.match(after) and (not clause or bool(_OF_THE_ANSWER.fullmatch(clause)))
+    if not clause:
+        return goes_on and not re.match(r"\W*[:=]\W*(?:no|n|none|false|0)\W*$", after)
+    is_predicate = re.search(rf"{_IS}$", clause) and not re.match(r"\s+(?:that|to)\b", after)
+    return bool(is_predicate) and not (_DENIAL.search(clause) or _VERDICT_WORD.search(clause))

@@ -29,6 +29,7 @@ REFUSED = "REFUSED"  # the server would not take the picture: nobody has judged 
 MAX_REASKS = 2
 MAX_TOKENS = 2048  # of a reply; room for a short reasoning, a stop for one that never ends
 MAX_WAIT_S = 300.0
+CONNECT_S, LIST_S = 5.0, 10.0  # at most, for a connection and for the list of models
 
 _VERDICT_FORMAT = {
     "type": "json_schema",
@@ -146,7 +147,8 @@ class Judge:
     ):
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
-        timeout = Timeout(timeout_s, connect=min(10.0, timeout_s))
+        self.connect_s = min(CONNECT_S, timeout_s)
+        timeout = Timeout(timeout_s, connect=self.connect_s)
         self.client = AsyncOpenAI(
             base_url=base_url,
             api_key=api_key or "none",  # the client insists on one; a local server ignores it
@@ -176,17 +178,20 @@ class Judge:
         import openai
 
         failure = None
+        # The client's limit is for the connection alone: one that cannot be made must not look like a slow list.
+        connecting, seconds = openai.Timeout(None, connect=self.connect_s), min(LIST_S, self.timeout_s)
         for attempt in range(min(self.max_retries, 2) + 1):
             if attempt:
                 await asyncio.sleep(retry_delay(attempt, {}))
             try:
-                async with asyncio.timeout(min(self.timeout_s, 10.0)):
-                    listed = json.loads((await self.client.models.with_raw_response.list()).content)
+                async with asyncio.timeout(self.connect_s + seconds):
+                    listed = json.loads((await self.client.models.with_raw_response.list(timeout=connecting)).content)
             except openai.APIStatusError as error:
                 if error.status_code == 401:
                     raise self._stop(error, "/models") from error
                 if error.status_code not in (429, 502, 503, 504):
                     return
+                failure = None
             except openai.APIConnectionError as error:
                 failure = error
             except (ValueError, TimeoutError):  # a web page, or too busy to list: the first request decides

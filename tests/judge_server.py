@@ -100,6 +100,7 @@ class JudgeServer:
         models: Names for GET /models; None = the server has no such route.
         keep: Remember the requests (off for long runs, which only count).
         route: Where the API lies.
+        listing_delay_s: Before GET /models is answered.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class JudgeServer:
         models: list[str] | None = None,
         keep: bool = True,
         route: str = "/v1",
+        listing_delay_s: float = 0.0,
     ):
+        self.listing_delay_s = listing_delay_s
         self.reply, self.models, self.keep, self.route = reply, models, keep, route
         self.num_calls = self.num_listings = self.num_at_once = self.max_at_once = 0
         self.requests: list[Request] = []
@@ -156,6 +159,7 @@ class JudgeServer:
 
     def _list_models(self, handler: BaseHTTPRequestHandler) -> None:
         self.num_listings += 1
+        self._closing.wait(self.listing_delay_s)
         if self.models is None or handler.path != f"{self.route}/models":
             return self._send(handler, error(404, "no such route"))
         data = [{"id": name, "object": "model"} for name in self.models]

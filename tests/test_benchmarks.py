@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,30 @@ def test_loss_in_tiles_equals_the_whole_and_takes_less(capsys):
     assert tiles["MiB of the loss"] < whole["MiB of the loss"] and whole["MiB of the loss"] > 36
     (compared,) = tables["loss: tiles against the whole matrix"]
     assert compared["difference of the loss"] < 1e-6 and compared["relative L2 of the gradients"] < 1e-6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+def test_exact_search_of_mining_finds_what_faiss_finds(capsys):
+    pytest.importorskip("faiss")
+    tables = rows_of(capsys, "mine", "--queries", 50, "--documents", 3000, "--dim", 8, "--top", 5, "--rounds", 1)
+    ours, other = tables["mine: exact search"]
+    assert (ours["way"], other["way"], other["of IndexFlatIP"]) == ("ours", "IndexFlatIP", 1)
+    assert all(row["seconds"] > 0 and row["documents"] == 3000 for row in (ours, other))
+    (compared,) = tables["mine: ours against IndexFlatIP"]
+    assert compared["places"] == 250 and compared["largest difference of scores"] < 1e-6
+
+
+def test_another_document_or_one_twice_is_no_tie():
+    from benchmarks.mine import TIE, compare_found, make_vectors
+
+    queries, documents = make_vectors(3, 4, 1), make_vectors(40, 4, 2)
+    found = np.argsort(-(queries @ documents.T), axis=1)
+    right, wrong, twice = found[:, :5], found[:, [0, 1, 2, 3, 5]], found[:, [0, 1, 2, 3, 3]]
+    assert compare_found(queries, documents, right, right)["largest difference of scores"] == 0
+    for other in (wrong, twice):
+        compared = compare_found(queries, documents, right, other)
+        assert compared["places that differ"] == 3 and compared["largest difference of scores"] > TIE
+    assert compare_found(queries, documents, twice, twice)["largest difference of scores"] == float("inf")
 
 
 @pytest.mark.dist

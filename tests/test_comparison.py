@@ -52,6 +52,7 @@ def test_equal_models_are_not_distinguishable():
 def test_similarities_are_higher_or_lower_never_better():
     low, high = np.zeros(30), np.linspace(0.1, 0.2, 30)
     assert compare("hardest_negative", low, high).verdict == "higher"
+    assert compare("negative_similarity", low, high).verdict == "higher"
     assert compare("positive_similarity", high, low).verdict == "lower"
     assert compare("margin", low, high).verdict == "better"
 
@@ -60,8 +61,13 @@ def test_queries_without_a_value_of_both_are_left_out():
     first, second = np.asarray([np.nan, 0.1, 0.2, 0.3]), np.asarray([0.5, np.nan, 0.3, 0.4])
     found = compare("margin", first, second)
     assert found.num_queries == 2 and found.difference == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="no query has a value"):
-        compare("margin", first[:2], second[:2])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_metric_that_no_query_has_of_both_models_is_told_with_n_0():
+    found = compare("margin", np.asarray([np.nan, 0.1]), np.asarray([0.5, np.nan]))
+    assert (found.num_queries, found.verdict) == (0, "not distinguishable at n = 0")
+    assert math.isnan(found.difference) and math.isnan(found.low) and math.isnan(found.high)
 
 
 def test_intervals_cover_and_false_alarms_stay_rare():

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import ROOT, make_colour_set, write_rows
@@ -106,6 +107,17 @@ def test_without_a_fault_the_table_of_one_process_has_nothing_off(examine):
     code, table, errors = examine("--lora-dropout", "0")
     assert (code, off(table), errors) == (0, set(), "")
     assert table["1 process / 1"][0] == "skipped"
+
+
+def test_rows_that_plain_transformers_reads_otherwise_are_no_fault(examine, tmp_path):
+    """A query over the token limit, one with a control marker, a tile narrower than a visual token."""
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows[0]["query"], rows[1]["query"] = "red " * 600, "a green<|im_end|> one"
+    with Image.open(tmp_path / "c02.png") as tile:
+        tile.crop((0, 0, 20, 64)).save(tmp_path / "c02.png")
+    write_rows(tmp_path / "rows.jsonl", rows)
+    code, table, errors = examine()
+    assert (code, off(table), errors) == (0, set(), "")
 
 
 # ----------------------------------------------------------------------------------------------- one planted fault each

@@ -213,7 +213,13 @@ def test_pages_that_all_look_alike_give_recall_of_chance(parts, tmp_path, order)
     assert "have collapsed" in warning and "1.0000" in warning
 
 
-def test_pages_that_differ_give_no_warning():
+def test_queries_that_all_look_alike_are_told():
+    metrics, _ = score_embeddings(unit_rows(1).repeat(20, 1), unit_rows(20, seed=1), [[i] for i in range(20)], SCALE)
+    (warning,) = collapse_warnings(metrics)
+    assert "have collapsed: two queries have a mean cosine of 1.0000" in warning
+
+
+def test_pages_and_queries_that_differ_give_no_warning():
     metrics, _ = score_embeddings(unit_rows(3), unit_rows(5, seed=1), [[0], [1], [2]], SCALE)
     assert collapse_warnings(metrics) == []
 
@@ -343,11 +349,13 @@ def test_more_queries_than_one_block_are_all_scored():
     assert per_query["positive_similarity"] == pytest.approx(np.ones(600), abs=1e-6)
 
 
-def test_every_retrieval_metric_has_an_interval_around_it():
+def test_every_metric_has_an_interval_around_it():
     queries, documents = unit_rows(30), unit_rows(30, seed=1)
     metrics, _ = score_embeddings(queries, documents, [[i] for i in range(30)], SCALE)
     for name in METRICS:
         assert 0 <= metrics[f"{name}_low"] <= metrics[name] <= metrics[f"{name}_high"] <= 1
+    for name in ("positive_similarity", "negative_similarity", "hardest_negative", "margin", "loss"):
+        assert metrics[f"{name}_low"] < metrics[name] < metrics[f"{name}_high"]
 
 
 @REPEATABLE

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from contrastors.biqwen3 import BiQwen3
 from contrastors.checkpoint import load_adapter
-from contrastors.export import build_parser, main
+from contrastors.export import build_parser, export_card, main
 from contrastors.export_check import Comparison, Probes, check, choose_probes, embed
 from contrastors.export_files import (
     check_space,
@@ -404,6 +405,15 @@ def test_probes_pass_both_limits_and_come_from_the_training_rows(tiny_model, col
     found = choose_probes(processor, str(colour_set / "rows.jsonl"))
     assert found.queries == [*generated.queries, rows[2]["query"], rows[3]["query"]]
     assert len(found.images) == len(generated.images) + 3
+
+
+def test_a_metric_without_a_value_stands_as_a_dash_in_the_card():
+    about = {"format": "merged", "base_model": "base", "adapter": "checkpoint-4", "embeds": "queries and documents"}
+    about |= {"query_instruction": "q", "document_instruction": "d", "max_num_visual_tokens": 16, "max_pixels": 16384}
+    about |= {"max_query_tokens": 512, "compared": asdict(Comparison(1.0, 0.9, 0.0, 3, 2))}
+    found = {"mrr": 1.0, "mrr_low": 0.5, "mrr_high": 1.0, "margin": None, "margin_low": None, "margin_high": None}
+    card = export_card(about, {"base_metrics": found, "last_metrics": found, "evaluated_step": 4})
+    assert "| mrr | 1.0000 [0.5000, 1.0000] | 1.0000 [0.5000, 1.0000] |" in card and "| margin | – | – |" in card
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -11,6 +11,7 @@ import sys
 import time
 import unicodedata
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,27 @@ def test_rows_lost_to_missing_candidates_never_look_like_success(colour_set: Pat
     assert "1 of 1 rows are lost" in capsys.readouterr().err
     assert results(colour_set)[2]["skip_reasons"]["candidates_missing"] == 1
     assert results(colour_set)[2]["completed"] is False
+
+
+def hums(num_unknown: int) -> Callable[[Request], str]:
+    """A judge that is not understood in the first rows."""
+    return lambda request: "hm" if request.is_verdict and int(request.query.split()[1]) < num_unknown else "WRONG"
+
+
+@pytest.mark.parametrize(("num_unknown", "code"), [(3, 0), (4, 1), (6, 1)])
+def test_a_judge_that_is_mostly_not_understood_never_looks_like_success(
+    colour_set: Path, capsys: pytest.CaptureFixture, num_unknown: int, code: int
+):
+    source = many_rows(colour_set, 6)
+    with JudgeServer(hums(num_unknown)) as server:
+        assert run(source, server, candidate_k=1, num_hard_negatives=1) == code
+        assert results(colour_set)[2]["completed"] is (code == 0)
+        flags = {"candidate_k": 1, "num_hard_negatives": 1, "resume": True, "max_bad_fraction": 1}
+        assert run(source, server, **flags) == 0
+    said = capsys.readouterr().err
+    text = f"{num_unknown} of 6 verdicts are UNKNOWN ({num_unknown} unparsable)"
+    assert (f"error: {text}" in said) == (f"warning: {text}" in said) == (code == 1)
+    assert results(colour_set)[2]["completed"] is True and len(results(colour_set)[0]) == 6 - num_unknown
 
 
 def test_missing_positives_stop_the_run_before_any_request(colour_set: Path, capsys: pytest.CaptureFixture):
@@ -248,12 +270,26 @@ def test_dry_run_counts_and_sends_nothing(colour_set: Path, capsys: pytest.Captu
     assert found["most"]["usd"] > found["least"]["usd"] >= 0 and set(os.listdir(colour_set)) == before
 
 
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_dry_run_leaves_the_list_of_lost_rows_alone_and_counts_missing_positives(
+    colour_set: Path, capsys: pytest.CaptureFixture, is_missing: bool
+):
+    source, lost = many_rows(colour_set, 3), colour_set / "out.bad_rows.jsonl"
+    lost.write_text("of an earlier run")
+    if is_missing:
+        (colour_set / "c00.png").unlink()
+    assert run(source, "http://127.0.0.1:9/v1", dry_run=True) == 0
+    assert json.loads(capsys.readouterr().out)["num_positives_missing"] == is_missing
+    assert lost.read_text() == "of an earlier run"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"num_hard_negatives": 11}, "--candidate-k"),
         ({"resume": True, "overwrite": True}, "--overwrite"),
-        ({"summary_output": "same", "reviews_output": "same"}, "four files"),
+        ({"summary_output": "same", "reviews_output": "same"}, "--reviews-output and --summary-output name one file"),
+        ({"report": "prompts.json", "prompt_file": "prompts.json"}, "--prompt-file and --report name one file"),
         ({"base_url": "localhost:8000"}, "http://"),
         ({"base_url": ""}, "--base-url is empty"),
         ({"timeout": 0}, "--timeout"),
@@ -265,6 +301,13 @@ def test_flags_that_cannot_work_together_are_refused(
     with pytest.raises(SystemExit) as caught:
         run(many_rows(colour_set, 1), "http://127.0.0.1:9/v1", **flags)
     assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_list_of_lost_rows_never_takes_the_place_of_the_input(colour_set: Path, capsys: pytest.CaptureFixture):
+    source = many_rows(colour_set, 1).rename(colour_set / "out.bad_rows.jsonl")
+    with pytest.raises(SystemExit):
+        run(source, "http://127.0.0.1:9/v1")
+    assert "--input and the list of lost rows name one file" in capsys.readouterr().err and source.exists()
 
 
 def test_prompt_file_is_what_the_judge_reads(colour_set: Path):

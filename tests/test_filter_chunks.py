@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -226,6 +227,111 @@ def test_lost_rows_are_judged_over_the_whole_input(colour_set: Path, tmp_path: P
     assert (chunks / "filtered_hn.jsonl").read_bytes() == (chunks / "single.jsonl").read_bytes()
 
 
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("flags", [{}, {"overwrite": True}, {"skip_existing": True, "chunk_size": 3}])
+def test_a_run_that_fails_in_planning_leaves_the_folder_as_it_was(colour_set: Path, tmp_path: Path, flags: dict):
+    """Also folders that only look like chunks, and the chunk of a filter that died before its first summary."""
+    source, chunks = many_rows(colour_set, 3), tmp_path / "chunks"
+    if flags:
+        with JudgeServer(mixed) as server:
+            assert run_chunks(source, chunks, server, chunk_size=2) == 0
+    for name in ("chunk_5_9/tile.png", "chunk_000000_000001/mine.txt", "chunk_000007_000009/tile.png"):
+        (chunks / name).parent.mkdir(parents=True, exist_ok=True)
+        (chunks / name).write_bytes(b"mine")
+    if "chunk_size" not in flags:
+        source.write_text(source.read_text() + '{"query": 1}\n')
+    before = tree(chunks)
+    with JudgeServer(mixed) as server:
+        assert run_chunks(source, chunks, server, **({"chunk_size": 2} | flags)) == 1
+        assert server.num_calls == 0
+    assert tree(chunks) == before
+    assert sorted(path.name for path in chunks.iterdir() if path.is_dir()) == sorted(
+        {Path(n).parts[0] for n in before if "/" in n}
+    )
+
+
+def test_a_chunk_whose_filter_died_before_its_first_summary_is_begun(colour_set: Path, tmp_path: Path):
+    source, chunks = many_rows(colour_set, 4), tmp_path / "chunks"
+    (chunks / "chunk_000000_000001").mkdir(parents=True)
+    (chunks / "chunk_000000_000001" / MERGED[1]).touch()
+    with JudgeServer(mixed) as server:
+        assert run_chunks(source, chunks, server, chunk_size=2, skip_existing=True) == 0
+        assert files(chunks) == single_run(source, server, tmp_path / "single")
+
+
+def test_existing_files_are_replaced_with_a_flag_only(colour_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    source, chunks, page = many_rows(colour_set, 2), tmp_path / "chunks", tmp_path / "page.html"
+    existing = [*(chunks / name for name in MERGED), page]
+    chunks.mkdir()
+    with JudgeServer(mixed) as server:
+        for path in existing:
+            path.write_text("{}")
+            assert run_chunks(source, chunks, server, report=page) == 1
+            assert f"{path} exists; --skip-existing goes on with it" in capsys.readouterr().err
+            assert server.num_calls == 0 and path.read_text() == "{}"
+            path.unlink()
+        for path in existing:
+            path.write_text("{}")
+        assert run_chunks(source, chunks, server, report=page, overwrite=True) == 0
+    assert all(path.stat().st_size > 2 for path in existing)
+
+
+def test_files_that_would_overwrite_one_another_are_refused(
+    colour_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    source, chunks = many_rows(colour_set, 2), tmp_path / "chunks"
+    inside = chunks / "chunk_000000_000001" / "rows.jsonl"
+    inside.parent.mkdir(parents=True)
+    shutil.copy(source, inside)
+    for jsonl, report, part in (
+        (source, source, "--input and --report name one file"),
+        (source, chunks / MERGED[2], "--report and summary.json of --output-dir name one file"),
+        (chunks / "known_positives.jsonl", None, "--input and known_positives.jsonl of --output-dir name one file"),
+        (inside, None, "lies in a chunk of --output-dir"),
+    ):
+        with pytest.raises(SystemExit) as caught, JudgeServer(mixed) as server:
+            run_chunks(jsonl, chunks, server, overwrite=True, **({"report": report} if report else {}))
+        assert caught.value.code == 2 and part in capsys.readouterr().err
+    assert inside.exists() and len(rows_of(source)) == 2
+
+
+def test_unknown_verdicts_are_judged_over_the_whole_input(
+    colour_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    """A chunk may be hopeless where the input is not."""
+    source, chunks, first_unknown = many_rows(colour_set, 3), tmp_path / "chunks", 0
+
+    def reply(request: Request) -> str:
+        return "hm" if request.is_verdict and int(request.query.split()[1]) >= first_unknown else "WRONG"
+
+    flags = {"chunk_size": 2, "candidate_k": 1, "num_hard_negatives": 1}
+    with JudgeServer(reply) as server:
+        assert run_chunks(source, chunks, server, **flags) == 1
+        assert "error: 3 of 3 verdicts are UNKNOWN" in capfd.readouterr().err
+        assert json.loads((chunks / "summary.json").read_text())["completed"] is False
+        first_unknown = 2  # the whole last chunk
+        assert run_chunks(source, chunks, server, **flags, overwrite=True) == 0
+    assert json.loads((chunks / "summary.json").read_text())["completed"] is True
+
+
+def test_chunks_at_work_share_the_requests_per_minute(
+    colour_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    recorder = tmp_path / "recorder.py"
+    recorder.write_text("import sys; print(*sys.argv); sys.exit(3)")
+    monkeypatch.setattr(script, "FILTER", recorder)
+    with JudgeServer(mixed) as server:
+        flags = {"chunk_size": 2, "parallel_chunks": 3}
+        assert run_chunks(many_rows(colour_set, 6), tmp_path / "chunks", server, **flags, requests_per_minute=70) == 1
+        assert capfd.readouterr().out.count("--requests-per-minute 23 ") == 3
+        with pytest.raises(SystemExit):
+            run_chunks(many_rows(colour_set, 6), tmp_path / "chunks", server, **flags, requests_per_minute=2)
+    assert "--requests-per-minute 2 cannot be shared by --parallel-chunks 3" in capfd.readouterr().err
+
+
 def test_broken_row_is_named_by_its_line_in_the_input(colour_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     source = many_rows(colour_set, 5)
     source.write_text(source.read_text() + '{"query": 1}\n')
@@ -249,8 +355,10 @@ def test_dry_run_estimates_the_whole_input(colour_set: Path, tmp_path: Path, cap
     source = many_rows(colour_set, 7)
     with JudgeServer(mixed) as server:
         assert run_chunks(source, tmp_path / "chunks", server, chunk_size=2, dry_run=True) == 0
-        assert server.num_calls == 0
-    assert json.loads(capfd.readouterr().out)["num_rows"] == 7 and not (tmp_path / "chunks").exists()
+        assert json.loads(capfd.readouterr().out)["num_rows"] == 7
+        assert run_chunks(source, tmp_path / "chunks", server, dry_run=True, report=tmp_path / "page.html") == 2
+        assert "--dry-run writes nothing" in capfd.readouterr().err and server.num_calls == 0
+    assert not (tmp_path / "chunks").exists()
 
 
 def test_the_page_of_the_merged_rows_is_that_of_a_single_run(rows_with_shared_queries: Path, tmp_path: Path):

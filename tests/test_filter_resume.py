@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+import filter_hard_negatives_vqa as script
 from contrastors.reviews import Journal
 from tests.conftest import write_rows
 from tests.filtering import (
@@ -229,6 +230,23 @@ def test_reviews_without_their_summary_are_not_trusted(colour_set: Path, capsys:
         (colour_set / "out.summary.json").unlink()
         assert run(source, server, resume=True) == 1
     assert "its summary" in capsys.readouterr().err
+
+
+def test_a_run_killed_before_its_first_summary_simply_begins(colour_set: Path, monkeypatch: pytest.MonkeyPatch):
+    def killed(run: Any) -> None:
+        raise KeyboardInterrupt
+
+    source = many_rows(colour_set, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(script, "check_keys", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(source, "http://127.0.0.1:9/v1", resume=True)
+    left = colour_set / "out.reviews.jsonl"
+    assert left.read_bytes() == b"" and not (colour_set / "out.summary.json").exists()
+    with JudgeServer(mixed) as server:
+        assert run(source, server, resume=True) == 0
+        assert run(source, server, colour_set / "calm.jsonl") == 0
+    assert file_bytes(colour_set) == file_bytes(colour_set, "calm")
 
 
 def test_two_runs_never_write_one_file(

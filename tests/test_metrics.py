@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from contrastors.metrics import (
     TIE_WIDTH,
     bootstrap_interval,
+    format_interval,
+    format_metric,
     query_metrics,
     summarize,
     wilson_interval,
@@ -189,6 +191,13 @@ def test_a_bootstrap_interval_repeats_and_has_the_width_of_theory():
     assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
 
 
+@pytest.mark.parametrize("count", [1, 7, 100, 20_000])  # the last has more values than are drawn at a time
+def test_a_bootstrap_interval_is_that_of_resamples_drawn_one_by_one(count):
+    values, generator = np.random.default_rng(4).normal(size=count), np.random.default_rng(0)
+    means = [generator.choice(values, count).mean() for _ in range(50)]
+    assert bootstrap_interval(values, num_resamples=50) == pytest.approx(np.percentile(means, [2.5, 97.5]), abs=1e-12)
+
+
 def test_a_bootstrap_interval_leaves_nan_out():
     assert bootstrap_interval(np.array([0.5, NAN, 0.5])) == (0.5, 0.5)
     assert all(math.isnan(end) for end in bootstrap_interval(np.array([NAN])))
@@ -208,3 +217,16 @@ def test_a_summary_has_intervals_and_is_strict_json():
 def test_no_queries_are_an_error_and_not_a_score():
     with pytest.raises(ValueError, match="no queries"):
         summarize({"recall@1": np.array([])})
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.61234567, "0.6123"), (-1, "-1.0000"), (None, "–"), (NAN, "–")])
+def test_a_metric_without_a_value_is_shown_as_a_dash(value, text):
+    assert format_metric(value) == text
+
+
+def test_a_metric_is_shown_with_its_interval_where_there_is_one():
+    summary = {"mrr": 0.5, "mrr_low": 0.25, "mrr_high": 1.0, "loss": 2.0}
+    assert format_interval(summary, "mrr") == "0.5000 [0.2500, 1.0000]"
+    assert format_interval(summary, "loss", digits=1) == "2.0"
+    for nothing in (None, NAN):  # as it comes from a file, and as it is computed
+        assert format_interval(dict.fromkeys(("margin", "margin_low", "margin_high"), nothing), "margin") == "–"

@@ -139,6 +139,23 @@ def test_a_positive_that_is_a_copy_of_a_tile_has_its_rank(mine, colour_set):
     assert mined[0]["positive_rank"] is not None and "c00.png" not in mined[0]["neg_chunk_paths"]
 
 
+def test_a_tile_that_may_be_the_positive_of_an_unusable_row_is_no_negative_of_its_query(mine, colour_set):
+    (colour_set / "tiles").mkdir()
+    for name in ("c05.png", "c06.png"):
+        shutil.copy(colour_set / name, colour_set / "tiles" / f"of_{name}")
+    rows = read(colour_set / "rows.jsonl")
+    lost = {"query": rows[0]["query"], "chunk_path": "gone/of_c05.png"}
+    write_rows(colour_set / "rows.jsonl", [lost, *rows])
+    names = [*(f"c{n:02d}.png" for n in range(12)), "of_c05.png"]  # the copy comes after the tile that stands for it
+    write_rows(colour_set / "tiles" / "corpus.jsonl", [{"chunk_path": "../" + name} for name in names[:-1]])
+    with open(colour_set / "tiles" / "corpus.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"chunk_path": "of_c05.png"}\n')
+    mined, _ = mine(corpus=colour_set / "tiles" / "corpus.jsonl", num_negatives=20, max_bad_fraction=0.1)
+    found = [{Path(path).name for path in row["neg_chunk_paths"]} for row in mined]
+    assert found[0] == {f"c{n:02d}.png" for n in range(12)} - {"c00.png", "c05.png"}
+    assert all(len(names) == 11 for names in found[1:])
+
+
 # -------------------------------------------------------------------------------------------------------------- filters
 
 
@@ -494,7 +511,7 @@ def test_an_output_is_never_replaced_unasked(colour_set, tiny_model, capsys):
     assert main(argv) == 0
     before = (colour_set / "hn.jsonl").read_bytes()
     assert main(argv) == 1 and "hn.jsonl exists; use --overwrite, --resume" in capsys.readouterr().err
-    assert main([*argv, "--resume"]) == 0 and "is complete; nothing to do" in capsys.readouterr().out
+    assert main([*argv, "--resume"]) == 0 and "is complete; nothing to mine" in capsys.readouterr().out
     assert main([*argv, "--resume", "--num-negatives", "1"]) == 1
     assert "had num_negatives 3, now it is 1; --overwrite starts anew" in capsys.readouterr().err
     assert (colour_set / "hn.jsonl").read_bytes() == before
@@ -517,6 +534,11 @@ def test_an_output_is_never_replaced_unasked(colour_set, tiny_model, capsys):
         ({"margin": 1.5, "filter_mode": "perc"}, "a share of at most 1"),
         ({"search_api_url": "localhost:1"}, "must start with http"),
         ({"output": "rows.jsonl", "input": "rows.jsonl"}, "neither --input nor --corpus"),
+        ({"report": "rows.jsonl", "input": "rows.jsonl"}, "neither --input nor --corpus"),
+        ({"report": "tiles.txt", "corpus": "tiles.txt"}, "neither --input nor --corpus"),
+        ({"report": "hn.jsonl", "output": "./hn.jsonl"}, "must be files of their own"),
+        ({"report": "page", "stats_output": "page"}, "must be files of their own"),
+        ({"output": "hn.jsonl", "stats_output": "hn.jsonl"}, "must be files of their own"),
     ],
 )
 def test_flags_that_would_be_ignored_or_fail_later_are_usage_errors(colour_set, tiny_model, capsys, flags, message):
@@ -542,8 +564,20 @@ def test_long_queries_are_cut_and_counted(mine, colour_set, capsys):
     assert stats["queries"]["truncated"] == 1 and "1 of 12 queries were cut" in capsys.readouterr().out
 
 
-def test_the_report_shows_the_mined_rows(mine, colour_set):
+def test_the_report_shows_the_mined_rows_and_is_an_output_like_the_others(mine, colour_set, tiny_model, capsys):
     page = colour_set / "page.html"
-    rows, _ = mine(report=page)
+    page.write_text("mine", encoding="utf-8")
+    assert main(flags_of(colour_set, tiny_model, report=page)) == 1
+    assert "page.html exists; use --overwrite, --resume" in capsys.readouterr().err
+    assert page.read_text(encoding="utf-8") == "mine" and not (colour_set / "hn.jsonl").exists()
+    rows, _ = mine(report=page, overwrite=True)
     text = page.read_text(encoding="utf-8")
     assert "Hard negatives of" in text and text.count("data:image") >= len(rows)
+
+
+def test_the_report_of_a_complete_run_is_written_later(mine, colour_set):
+    mine()
+    before, page = (colour_set / "hn.jsonl").read_bytes(), colour_set / "page.html"
+    mine(resume=True, report=page)
+    assert "Hard negatives of" in page.read_text(encoding="utf-8")
+    assert (colour_set / "hn.jsonl").read_bytes() == before

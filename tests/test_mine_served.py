@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mine_hard_negatives import main
 from tests.conftest import ROOT, write_rows
@@ -92,6 +93,62 @@ def test_paths_that_match_no_positive_stop_the_run_with_an_example(service, colo
     assert "0 of 12 rows find a positive among 20 hits, less than --min-positive-found 0.05" in error
     assert "for line 1 it returned images/" in error and "the row has c00.png" in error
     assert not (colour_set / "hn.jsonl").exists()
+
+
+def test_a_positive_of_an_unusable_row_is_no_negative_of_its_query(mine, service, colour_set):
+    """Its image is unknown; the row's path and its ids are not."""
+    rows = read(colour_set / "rows.jsonl")
+    lost = [
+        {"chunk_path": "lost/c05.png"},
+        {"chunk_path": "nowhere.png", "article_id": "06", "tile_index": 0, "chunk_index": 0},
+    ]
+    write_rows(colour_set / "rows.jsonl", [*({"query": rows[0]["query"], **row} for row in lost), *rows])
+    plain = service(lambda name: f"/index/lost/{name}")
+
+    def with_ids(request):
+        ids = {"tile_index": 0, "chunk_index": 0}
+        return [[hit | ids | {"article_id": hit["path"][-6:-4]} for hit in hits] for hits in plain(request)]
+
+    with SearchServer(with_ids) as server:
+        mined, stats = mine(search_api_url=server.url, num_negatives=20, max_bad_fraction=0.2)
+        assert server.requests[0].body["n_docs"] == 23  # those positives take no places either
+    assert stats["rows"]["bad"] == 2
+    names = [{Path(path).name for path in row["neg_chunk_paths"]} for row in mined]
+    assert len(names[0]) == 9 and not {"c00.png", "c05.png", "c06.png"} & names[0]
+    assert all(len(found) == 11 for found in names[1:])  # other queries lose nothing
+
+
+@pytest.mark.parametrize("root", ["", "{root}/"], ids=["relative", "absolute"])
+def test_a_hit_whose_file_is_here_and_differs_is_not_the_positive_of_that_name(mine, service, colour_set, root):
+    (colour_set / "other").mkdir()
+    Image.new("RGB", (64, 64), (9, 99, 199)).save(colour_set / "other" / "c00.png")
+    wanted, _ = mine(corpus=colour_set, num_negatives=20)
+    names = [*(f"c{n:02d}.png" for n in range(12)), "other/c00.png"]
+    prefix = root.replace("{root}", str(colour_set))
+    with SearchServer(service(lambda name: prefix + name, names=names)) as server:
+        found, _ = mine(search_api_url=server.url, num_negatives=20, output=colour_set / "served.jsonl")
+    assert any(path.endswith("other/c00.png") for path in found[0]["neg_chunk_paths"])
+    assert found[0]["positive_rank"] == wanted[0]["positive_rank"]
+    assert found[0]["positive_score"] == pytest.approx(wanted[0]["positive_score"], abs=1e-5)
+
+
+def test_a_service_that_is_not_well_stops_the_run_before_anything_is_loaded_or_written(
+    service, colour_set, tiny_model, capsys
+):
+    argv, before = flags_of(colour_set, tiny_model), sorted(colour_set.rglob("*"))
+    with SearchServer(service(), health=Played({"status": "loading"})) as server:
+        assert main([*argv, "--search-api-url", server.url, "--model", str(colour_set / "no model")]) == 1
+    assert "/health answered {'status': 'loading'}" in capsys.readouterr().err
+    assert sorted(colour_set.rglob("*")) == before
+    with SearchServer(service()) as server:
+        assert main([*argv, "--search-api-url", server.url]) == 0
+
+
+def test_a_complete_run_needs_no_service(service, colour_set, tiny_model, capsys, quick):
+    with SearchServer(service()) as server:
+        argv = flags_of(colour_set, tiny_model, search_api_url=server.url)
+        assert main(argv) == 0
+    assert main([*argv, "--resume"]) == 0 and "is complete" in capsys.readouterr().out
 
 
 def test_rows_whose_positive_a_service_did_not_find_are_counted_as_unfiltered(mine, service, colour_set):

@@ -11,6 +11,7 @@ import unicodedata
 import pytest
 
 from contrastors import search_api
+from contrastors.images import content_hash
 from contrastors.search_api import HitJournal, SearchClient, SearchFailed, SearchStopped
 from contrastors.served import HitResolver, PositiveMatcher, ServedHits, ServedPositive, equal_sized_contents
 from tests.judge_server import Played
@@ -257,3 +258,24 @@ def test_hits_know_positives_copies_and_where_their_files_are_from_the_output(tm
     assert hits[2].identity == hits[3].identity != hits[4].identity
     assert [hit.entry["path"] for hit in hits] == [f"../{name}" for name in names[:4]] + ["gone.png"]
     assert [hit.entry["article_id"] for hit in hits] == [0, 1, 2, 3, 4] and hits[1].articles == ["1"]
+
+
+def test_a_path_that_fits_is_doubted_only_where_both_images_are_known(tmp_path):
+    """Which file a relative path means is a guess: beside the input lies another picture of that name."""
+    for folder, data in {"a": b"one", "b": b"two", ".": b"three"}.items():
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "0.png").write_bytes(data)
+    path = tmp_path / "a" / "0.png"
+    known = PositiveMatcher([ServedPositive(str(path), "0.png", None, content_hash(b"one"))])
+    other = str(tmp_path / "b" / "0.png")
+    assert known.find({"path": other}, other) == set()
+    assert known.find({"path": str(path)}, str(path)) == {0}
+    assert known.find({"path": "b/0.png"}, other) == set()
+    assert known.find({"path": "/srv/b/0.png"}) == {0}  # its file is elsewhere
+    assert known.find({"path": other}, str(tmp_path / "gone.png")) == {0}  # and this one cannot be read
+    assert known.find({"path": "0.png"}, str(tmp_path / "0.png")) == {0}
+    unknown = PositiveMatcher([ServedPositive(str(path), "0.png", None)])  # of a row whose image is broken
+    assert unknown.find({"path": other}, other) == {0}
+    ids = {"article_id": 7, "tile_index": 0, "chunk_index": 1}
+    same = PositiveMatcher([ServedPositive(str(path), "0.png", ("7", "0", "1"), content_hash(b"one"))])
+    assert same.find({"path": other, **ids}, other) == {0}  # ids decide

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from contrastors.swift import read_flags
 from tests.conftest import ROOT, write_rows
 from tests.swift_data import NUM_NEGATIVES, VISUAL_TOKENS, environment, only_run, prepare, read_rows, train_flags
 
@@ -296,6 +297,8 @@ def test_two_ranks_are_two_ranks_and_train_the_language_attention_alone(two_rank
         "rng_state_0.pth",
         "rng_state_1.pth",
     }
+    flags = read_flags(two_ranks / "checkpoint-3")  # what a resumed run takes from it
+    assert (flags["nproc_per_node"], flags["dtype"], flags["batch_size"]) == (2, "fp32", 4)
     keys = load_file(two_ranks / "checkpoint-3" / "adapter_model.safetensors").keys()
     assert len(keys) == 16 and all(".language_model.layers." in key and ".self_attn." in key for key in keys)
 

@@ -290,6 +290,16 @@ def test_another_measure_on_resume_forgets_the_old_best(args, colour_set, capsys
     assert "earlier bests do not count" in capsys.readouterr().out
 
 
+def test_what_an_evaluation_could_not_use_is_counted_beside_its_numbers(args, colour_set):
+    rows = [json.loads(line) for line in (colour_set / "rows.jsonl").read_text().splitlines()]
+    rows[3]["neg_chunk_paths"] = ["nowhere.png"]
+    write_rows(colour_set / "eval.jsonl", [*rows, {"query": "lost", "chunk_path": "nowhere.png"}])
+    assert train(args("run", eval_jsonl=colour_set / "eval.jsonl", eval_only=True, max_bad_fraction=0.1)) == 0
+    found = json.loads((colour_set / "run" / "eval_step0.json").read_text())
+    counts = ("num_rows", "num_bad_rows", "num_queries", "num_bad_negatives", "corpus_size")
+    assert [found[name] for name in counts] == [13, 1, 12, 1, 12]
+
+
 def test_an_evaluation_of_other_rows_under_the_same_path_is_not_compared_with_earlier_ones(args, colour_set, capsys):
     run, file = colour_set / "run", colour_set / "eval.jsonl"
     rows = (colour_set / "rows.jsonl").read_text().splitlines()
@@ -305,6 +315,15 @@ def test_an_evaluation_of_other_rows_under_the_same_path_is_not_compared_with_ea
     assert best["value"] == max(found[step][best["metric"]] for step in (2, 4))
     card = (run / "checkpoint-4" / "README.md").read_text()
     assert "| last evaluation |" in card and "| base |" not in card  # which was measured on other rows
+
+
+def test_a_metric_without_a_value_is_a_dash_in_the_card_of_every_later_checkpoint(args, colour_set):
+    (row, *_) = (json.loads(line) for line in (colour_set / "rows.jsonl").read_text().splitlines())
+    write_rows(colour_set / "one.jsonl", [{**row, "neg_chunk_paths": []}])  # nothing to be less similar than
+    assert train(args("run", max_steps=2, eval_jsonl=colour_set / "one.jsonl")) == 0
+    resume = ["--resume", "latest", "--output-dir", str(colour_set / "run"), "--max-steps", "4", "--allow-changed-args"]
+    assert train(resume) == 0
+    assert "| – |" in (colour_set / "run" / "checkpoint-4" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("flags", [{"resume": "latest"}, {"overwrite": True}], ids=str)

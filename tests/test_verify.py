@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from contrastors.biqwen3 import BiQwen3
+from contrastors.comparison import COMPARED
 from contrastors.demo import make_model
 from contrastors.gates import (
     Probes,
@@ -27,7 +29,7 @@ from contrastors.gates import (
 )
 from contrastors.loading import load_bi_encoder
 from contrastors.plots import recall_curve
-from tests.conftest import COLOURS, ROOT, make_colour_set
+from tests.conftest import COLOURS, ROOT, make_colour_set, write_rows
 from tests.runs import arguments, train, warm_torchrun
 
 CPU = torch.device("cpu")
@@ -106,6 +108,28 @@ def test_per_query_ranks_and_differences_belong_to_the_metrics(trained: Path):
         assert row["difference"] == pytest.approx(difference, abs=1e-9) and row["low"] <= row["high"]
 
 
+def test_every_metric_is_shown_with_its_interval_for_base_and_adapter(trained: Path, capsys):
+    assert verify(trained, trained / "run" / "checkpoint-4") == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    models = report(trained)["models"]
+    for name in COMPARED:
+        cells = [m["metrics"][f"{name}{end}"] for m in models for end in ("", "_low", "_high")]
+        shown = [float(text) for text in re.findall(r"-?\d+\.\d{4}", lines[name])[:6]]
+        assert shown == pytest.approx(cells, abs=1e-4), name
+    assert [row["metric"] for row in models[1]["against_base"]] == list(COMPARED)
+    assert {"positive_similarity", "negative_similarity", "hardest_negative", "margin"} < set(COMPARED)
+
+
+def test_a_corpus_of_one_document_is_compared_as_far_as_it_goes(trained: Path, capsys):
+    row = json.loads((trained / "rows.jsonl").read_text().splitlines()[0])
+    (trained / "one.jsonl").write_text(json.dumps(row | {"neg_chunk_paths": []}) + "\n")
+    flags = {"eval_jsonl": trained / "one.jsonl", "plot": trained / "one.png"}
+    assert verify(trained, trained / "run" / "checkpoint-4", **flags) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "hardest_negative" in line)
+    assert line.split() == ["hardest_negative", "–", "–", "–", *"not distinguishable at n = 0".split()]
+    assert report(trained)["models"][1]["metrics"]["hardest_negative"] is None
+
+
 def test_adapters_are_switched_on_one_base_and_leave_no_trace(trained: Path):
     run = trained / "run"
     alone = {}
@@ -150,6 +174,23 @@ def test_more_tiles_join_the_corpus(trained: Path, tmp_path: Path):
     Image.new("RGB", (64, 64), (1, 2, 3)).save(tmp_path / "other.png")
     assert verify(trained, trained / "run" / "checkpoint-4", corpus=tmp_path) == 0
     assert report(trained)["corpus_size"] == 13 and report(trained)["num_queries"] == 12
+
+
+def test_a_corpus_that_cannot_be_read_is_refused_as_in_mining(trained: Path, tmp_path: Path, capsys):
+    corpus, adapter = tmp_path / "corpus.txt", trained / "run" / "checkpoint-4"
+    corpus.write_text("a.png\nb.png\nc.png\nd.png\n")
+    assert verify(trained, adapter, corpus=corpus, max_bad_fraction=1) == 1
+    sentence = capsys.readouterr().err
+    assert f"--corpus {corpus}: 4 of 4 rows cannot be used" in sentence and "out.bad_corpus.jsonl" in sentence
+    lost = [json.loads(line) for line in (trained / "out.bad_corpus.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["path"]) for row in lost] == [
+        (n, str(tmp_path / f"{x}.png")) for n, x in enumerate("abcd", 1)
+    ]
+    for name in "abc":
+        Image.new("RGB", (64, 64), (ord(name), 2, 3)).save(tmp_path / f"{name}.png")
+    assert verify(trained, adapter, corpus=corpus, max_bad_fraction=0.2) == 1
+    assert verify(trained, adapter, corpus=corpus, max_bad_fraction=0.25) == 0
+    assert report(trained)["corpus_size"] == 15 and report(trained)["unreadable_images"] == 1
 
 
 def test_plot_is_drawn(trained: Path):
@@ -204,6 +245,17 @@ def test_existing_results_are_kept(trained: Path, capsys):
     assert main([*argv, "--output", str(trained / "held.json")]) == 1
     assert "held.json exists; use --overwrite" in capsys.readouterr().err
     assert (trained / "held.json").read_text() == "{}"
+
+
+def test_results_never_go_over_one_another_or_over_what_is_read(trained: Path, tmp_path: Path, capsys):
+    adapter, rows, corpus = trained / "run" / "checkpoint-4", trained / "rows.jsonl", tmp_path / "corpus.txt"
+    kept = rows.read_bytes()
+    corpus.write_text(str(trained / "c00.png"))
+    (tmp_path / "link.json").symlink_to(trained / "out.json")
+    for flags in ({"plot": trained / "out.json"}, {"plot": tmp_path / "link.json"}, {"output": rows}, {"plot": corpus}):
+        assert verify(trained, adapter, corpus=corpus, **flags) == 2
+        assert "--output and --plot must be two files" in capsys.readouterr().err
+    assert rows.read_bytes() == kept
 
 
 # Gates
@@ -263,6 +315,17 @@ def test_an_adapter_of_other_weights_of_the_same_shape_is_refused(trained: Path,
 def test_an_adapter_that_is_not_finite_is_refused(trained: Path, tmp_path: Path, capsys):
     nan = copy_of(trained / "run" / "checkpoint-4", tmp_path / "a", lambda k, v: (k, v * float("nan")))
     refuse(capsys, trained, nan, "40 adapter tensors are not finite")
+
+
+def test_a_finite_adapter_whose_embeddings_are_not_is_refused_with_their_number(trained: Path, tmp_path, capsys):
+    scale = lambda k, v: (k, v * 1e20 if ".lora_B." in k else v)  # noqa: E731
+    huge = copy_of(trained / "run" / "checkpoint-4", tmp_path / "a", scale)
+    assert verify(trained, huge, plot=tmp_path / "out.png", require="margin=0") == 1
+    out, err = capsys.readouterr()
+    assert re.match(rf"error: {huge}: \d+ embeddings are not finite", err) and "--require margin=0: it is –" in err
+    assert out.index("embeddings are not finite") < out.index("  recall@1"), "the gates speak before the numbers"
+    (margin,) = (row for row in report(trained)["models"][1]["against_base"] if row["metric"] == "margin")
+    assert (margin["num_queries"], margin["difference"]) == (0, None)
 
 
 def test_one_embedding_that_is_not_finite_is_counted_and_refused(trained: Path, tiny_model: Path, tmp_path, capsys):
@@ -377,6 +440,22 @@ def test_a_processor_that_cuts_pixels_is_caught(trained: Path, capsys, monkeypat
     assert verify(trained, trained / "run" / "checkpoint-4", against_official=True) == 1
     sentence = capsys.readouterr().err
     assert all(word in sentence for word in refuse_words)
+
+
+def test_rows_that_plain_transformers_reads_otherwise_are_no_fault_of_the_checkpoint(trained: Path, tmp_path: Path):
+    """A query over the token limit, one with a control marker, a tile narrower than a visual token."""
+    folder = make_colour_set(tmp_path)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    rows[0]["query"], rows[1]["query"] = "red " * 600, "a green<|im_end|> one"
+    with Image.open(folder / "c02.png") as tile:
+        tile.crop((0, 0, 20, 64)).save(folder / "c02.png")
+    write_rows(folder / "rows.jsonl", rows)
+    assert verify(folder, trained / "run" / "checkpoint-4", against_official=True) == 0
+    assert max(report(folder)["against_official"].values()) < 1e-6
+    write_rows(
+        folder / "rows.jsonl", [row | {"query": f"{name} " * 600} for name, row in zip(COLOURS, rows, strict=True)]
+    )
+    assert verify(folder, trained / "run" / "checkpoint-4", against_official=True) == 0
 
 
 def test_effect_is_told_from_rounding():

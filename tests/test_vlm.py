@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import zlib
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from contrastors.images import BadImage
-from contrastors.verdicts import CANNOT_ANSWER, CORRECT, UNKNOWN, WRONG, parse_verdict, strip_thinking
+from contrastors.verdicts import CANNOT_ANSWER, CORRECT, UNKNOWN, WRONG, is_refusal, parse_verdict, strip_thinking
 from contrastors.vlm import REFUSED, Judge, Judgement, JudgeStopped, RequestFailed, is_loopback, retry_delay
 from contrastors.vlm_messages import (
     Prompts,
@@ -42,7 +43,8 @@ FORMS = {
         '{"verdict": "CORRECT"}', '```json\n{"verdict": "CORRECT"}\n```', "{'verdict': 'CORRECT'}",
         'Here it is: {"verdict": "CORRECT"} as asked', '{"verdict": "CORRECT"', '{"is_correct": true}',
         "<thinking>wrong wrong</thinking>CORRECT", "richtig", "korrekt", "correcto", "corretto",
-        "正确", "正しい", "правильно",
+        "正确", "正しい", "правильно", "The answer given is correct.", "CORRECT. The page lists 42.",
+        "Yes, the answer is correct, as the page lists 42.", "The page says 12.\nCORRECT", "Verdict:\nCORRECT",
     ],
     WRONG: [
         "INCORRECT", "incorrect.", "**Incorrect**", "ＩＮＣＯＲＲＥＣＴ", "WRONG", "wrong!", "[WRONG]", "- WRONG",
@@ -57,7 +59,9 @@ FORMS = {
         '{"verdict": "wrong", "reason": "the correct answer is 3"}', '{"verdict": "not correct"}',
         '{"result": {"verdict": "WRONG"}}', '{"correct": false}', "<think>correct? no</think>INCORRECT",
         "CORRECT it may be</think>\nWRONG", "◁think▷correct◁/think▷WRONG", "[THINK]correct[/THINK]WRONG", HARMONY,
-        "falsch", "niet correct", "incorrecto", "不正确", "неправильно",
+        "falsch", "niet correct", "incorrecto", "不正确", "неправильно", "NOT\nCORRECT", "Verdict: NOT\nCORRECT",
+        "1913 is correct. The answer is wrong.", "The page does not show 1912, so the answer is wrong.",
+        "WRONG: the page shows 1912", "The stated year is wrong.", "Is it correct? Incorrect.",
     ],
     CANNOT_ANSWER: [
         "CANNOT_ANSWER", "cannot answer", "Can't answer.", "CANNOT-ANSWER", "unanswerable", "not answerable",
@@ -87,7 +91,14 @@ UNKNOWN_FORMS = {
         "The correct year is 1912.", "incorrectly", "correctness", "in-correct", "IN CORRECT", "UNCORRECT", "maybe",
         "42", "correct=false", "Ce n'est guère correct.", "Ce n'est pas correct.", "nicht korrekt", "答案不正确",
         '{"verdict": null}', '{"verdict": "CORR', '{"verdict": "CORRECT"}{"verdict": "WRONG"}',
-        '{"verdict": {"type": "string", "enum": ["CORRECT", "WRONG"]}}',
+        '{"verdict": {"type": "string", "enum": ["CORRECT", "WRONG"]}}', "None of this is correct",
+        "The answer fails to be correct", "It is correct that the page does not contain the answer.",
+        "The answer is correct but it does not answer the query.", "CORRECT. It does not answer the query.",
+        "Verdict: correct, but it does not answer the query", '{"verdict": "correct, but for another year"}',
+        "The answer is correct for another year", "correct: 1913, given: 1912", "Correct = 1913", "Correct - 1913",
+        "Correct: False", "The correct answer: True", "1913 is correct.", "Correct it to 1913.", "wrong: no",
+        "To be correct, it had to be 1913", "Incorrectly marked... CORRECT", "Incorrectly marked. CORRECT",
+        "Correct... not.", "No\nCORRECT", "None of this is wrong", "The year is not wrong", "I doubt it is wrong",
     ],
 }  # fmt: skip
 
@@ -102,6 +113,27 @@ def test_verdict_is_read_by_meaning(verdict: str, text: str):
 )
 def test_anything_else_is_unknown_with_its_reason(reason: str, text: str):
     assert parse_verdict(text) == (UNKNOWN, reason)
+
+
+REFUSALS = [
+    "I cannot view images.", "I'm sorry, but I can't view the image you provided.", "I am not able to see the page.",
+    "I'm unable to view or analyze images directly.", "I don't have access to the image.", "No image was provided.",
+    "It seems no image was attached. Please send it.", "No image has been provided, so I cannot answer.",
+    "As an AI language model, I cannot see pictures.", "I am an AI model and look at nothing.",
+    "I can't assist with that.", "I cannot identify people in images.", "This violates our usage policies.",
+]  # fmt: skip
+ANSWERS = [
+    "I cannot see any information about the price on this page.", "I cannot see the image of the author on this page.",
+    "I cannot identify the author from this page.", "I am unable to identify the revenue in this image.",
+    "I cannot provide an answer based on this page.", "The page describes Anthropic as an AI safety company.",
+    "No image is provided for section 3, but the table gives 42.", "Guests do not have access to the pool.",
+    "I do not see the page number.", "Returns are against our policy after 30 days.", "CANNOT_ANSWER", "42", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), [(t, True) for t in REFUSALS] + [(t, False) for t in ANSWERS])
+def test_a_refusal_cannot_look_at_pictures_while_a_page_may_lack_the_answer(text: str, expected: bool):
+    assert is_refusal(text) is expected
 
 
 @given(st.text(), st.text(), st.sampled_from(["INCORRECT", "incorrect", "Incorrect"]))
@@ -199,8 +231,8 @@ def picture(**save: Any) -> bytes:
     return buffer.getvalue()
 
 
-async def ask(server: JudgeServer, data: bytes, query: str = "what is it", **options: Any) -> Judgement:
-    judge = Judge("m", "j", Prompts(), **({"base_url": server.url, "timeout_s": 10} | options))
+async def ask(url: str, data: bytes, query: str = "what is it", **options: Any) -> Judgement:
+    judge = Judge("m", "j", Prompts(), **({"base_url": url, "timeout_s": 10} | options))
     try:
         await judge.check()
         return await judge.judge(query, data)
@@ -208,8 +240,8 @@ async def ask(server: JudgeServer, data: bytes, query: str = "what is it", **opt
         await judge.close()
 
 
-def judged(server: JudgeServer, data: bytes, **options: Any) -> Judgement:
-    return asyncio.run(ask(server, data, **options))
+def judged(server: JudgeServer | str, data: bytes, **options: Any) -> Judgement:
+    return asyncio.run(ask(server if isinstance(server, str) else server.url, data, **options))
 
 
 def accepts_named_type(request: Request) -> Played | str:
@@ -341,6 +373,12 @@ def test_answer_that_never_comes_is_unknown_without_a_judge():
         assert (found.verdict, found.reason, server.num_calls) == (UNKNOWN, "length", 3)
 
 
+def test_what_the_page_lacks_reaches_the_judge():
+    with JudgeServer(lambda r: "CANNOT_ANSWER" if r.is_verdict else "I cannot see any price on this page.") as server:
+        assert judged(server, picture()).verdict == CANNOT_ANSWER
+        assert server.num_calls == 2
+
+
 def test_reask_that_helps_is_used():
     with JudgeServer(lambda request: ["red", "hm", '{"verdict": "WRONG"}'][request.number]) as server:
         assert judged(server, picture()).verdict == WRONG
@@ -466,6 +504,20 @@ def test_server_that_is_away_stops_the_run():
         url = server.url
     with pytest.raises(JudgeStopped, match="no answer from http://127.0.0.1.*start the server or mend --base-url"):
         judged(server, picture(), base_url=url)
+
+
+def test_an_address_that_swallows_packets_stops_the_run():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        with socket.create_connection(listener.getsockname()):  # the queue is full: later ones get no answer at all
+            url = "http://127.0.0.1:{1}/v1".format(*listener.getsockname())
+            with pytest.raises(JudgeStopped, match="no answer from http://127.0.0.1.*mend --base-url"):
+                judged(url, picture(), timeout_s=0.3, max_retries=1)
+
+
+def test_a_server_too_busy_to_list_its_models_is_tried_by_the_first_request():
+    with JudgeServer(lambda request: "CANNOT_ANSWER", models=["m", "j"], listing_delay_s=1.0) as server:
+        assert judged(server, picture(), timeout_s=0.5).verdict == CANNOT_ANSWER
+        assert server.num_listings == 1
 
 
 async def ask_several(server: JudgeServer, num_pictures: int) -> int:
