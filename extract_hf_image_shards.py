@@ -9,12 +9,14 @@ every member's name is checked before the first file is written; after a stop th
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,8 +51,6 @@ def find_shards(folder: Path) -> list[str]:
     """
     found = sorted(f"{SHARDS}/{path.name}" for path in (folder / SHARDS).glob("*.tar"))
     if not found:
-        if not folder.is_dir():
-            raise ValueError(f"{folder}: no such folder")
         raise ValueError(f"{folder}: nothing to extract, {SHARDS}/ holds no .tar; is this the downloaded data set?")
     checksums = read_checksums(folder)
     if unlisted := set(found) - set(checksums):
@@ -142,11 +142,30 @@ def extract_shard(folder: Path, name: str, overwrite: bool) -> Iterator[str]:
                 if not overwrite:
                     raise ValueError(f"{target}: exists and differs from {name}; --overwrite replaces such files")
                 content.seek(0)
-            with open(folder / PARTIAL, "wb") as file:
+            (folder / PARTIAL).unlink(missing_ok=True)  # a killed run's, or a link that came with the data set
+            with open(folder / PARTIAL, "xb") as file:
                 shutil.copyfileobj(content, file, BLOCK)
             os.replace(folder / PARTIAL, target)  # no fsync: after a power cut the next run compares and finds it
             tar.members = []
             yield "written"
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Waits until no other extraction is at work in a folder: each rank or job may begin with one.
+
+    Raises:
+        ValueError: There is no such folder.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some mounts know no locks
+            fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
 
 
 def extract(folder: Path, overwrite: bool) -> dict[str, int]:
@@ -177,8 +196,10 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
 
     def work() -> int:
-        counts = extract(Path(args.dataset_dir), args.overwrite)
-        write_text(Path(args.dataset_dir) / SUMMARY, dump_json(counts, indent=1) + "\n")
+        folder = Path(args.dataset_dir)
+        with alone_in(folder):
+            counts = extract(folder, args.overwrite)
+            write_text(folder / SUMMARY, dump_json(counts, indent=1) + "\n")
         print(
             f"{args.dataset_dir}: {counts['num_images']} images of {counts['num_shards']} shards in {IMAGES}/: "
             f"{counts['num_written']} written, {counts['num_kept']} there already"

@@ -121,23 +121,29 @@ def make_split(sources: list[Source], facts: dict[str, ImageFact], args: argpars
     return own_documents(drawn, [[facts[path].content for path in s.paths[index]] for s, index in rows])
 
 
-def shared_positives(sources: list[Source], facts: dict[str, ImageFact]) -> int:
-    """Returns the number of documents that are positives of more than one split: a test on them shows little."""
-    splits: dict[str, set[str]] = {}
+def count_shared(sources: list[Source], facts: dict[str, ImageFact]) -> tuple[int, int]:
+    """Returns how many positives, and how many queries, stand in more than one split: a test on them shows little."""
+    splits: dict[str | int, set[str]] = {}
     for source in sources:
         for index, split in enumerate(source.splits):
             if split:
-                splits.setdefault(facts[source.paths[index][0]].content, set()).add(split)
-    return sum(len(found) > 1 for found in splits.values())
+                for key in (facts[source.paths[index][0]].content, source.queries[index]):
+                    splits.setdefault(key, set()).add(split)
+    shared = [key for key, found in splits.items() if len(found) > 1]
+    return sum(isinstance(key, str) for key in shared), sum(isinstance(key, int) for key in shared)
 
 
 def place_images(used: dict[str, str], folder: Path, link_mode: str) -> Counter[str]:
     """Links or copies every used image into the data set folder; returns how many of each kind."""
     kinds: Counter[str] = Counter()
+    placed: set[str] = set()
     for path, name in used.items():
         target = folder / name
-        if target.exists():  # two spellings of one file
+        if name in placed:  # two spellings of one path
             continue
+        placed.add(name)
+        if target.exists():
+            raise ValueError(f"{path}: {name} is taken by an image whose name differs in case or accents only")
         target.parent.mkdir(parents=True, exist_ok=True)
         kinds[place_image(os.path.realpath(path), target, link_mode)] += 1
     return kinds
@@ -167,8 +173,11 @@ def export(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for source in sources:
         skip_bad_rows(source, facts, args.output_dir, args.max_bad_fraction)
     exporter = Exporter(names, facts, make_split(sources, facts, args) if args.make_split else {})
-    if num_shared := shared_positives(sources, facts):
-        print(f"note: {num_shared} positives stand in more than one split; --make-split keeps documents apart")
+    num_positives, num_queries = count_shared(sources, facts)
+    if num_positives:
+        print(f"note: {num_positives} positives stand in more than one split; --make-split keeps documents apart")
+    if num_queries:
+        print(f"note: {num_queries} queries stand in more than one split; --make-split --group-field query parts them")
     drawn = {split for source in sources for split in source.splits}
     num_rows = {
         split: write_jsonl(folder / f"{split}.jsonl", exporter.rows(sources, split))

@@ -355,7 +355,9 @@ def write_report(
         write_text(args.output, dump_json(record, indent=1) + "\n")
     if args.plot:
         names = ("rank", "positive_similarity", "hardest_negative")
-        shown = {"/".join(Path(m.name).parts[-2:]): {name: m.values(name) for name in names} for m in models}
+        short = ["/".join(Path(m.name).parts[-2:]) for m in models]
+        titles = short if len({*short}) == len(short) else [m.name for m in models]
+        shown = {title: {name: m.values(name) for name in names} for title, m in zip(titles, models, strict=True)}
         title = f"{Path(args.eval_jsonl).name}: {len(run.data.queries)} queries, {len(run.data.documents)} documents"
         draw_comparison(args.plot, shown, len(run.data.documents), title)
     written = [f"{flag} {path}" for flag, path in (("numbers", args.output), ("picture", args.plot)) if path]

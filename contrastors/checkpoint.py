@@ -78,7 +78,7 @@ def _damaged(folder: Path, name: str, error: Exception) -> BadCheckpoint:
 
 def adapter_tensors(model: BiQwen3) -> dict[str, torch.Tensor]:
     """Returns the adapter of a model with the keys that PEFT gives it in a file."""
-    return get_peft_model_state_dict(model.backbone)
+    return get_peft_model_state_dict(model.backbone, save_embedding_layers=False)
 
 
 def read_back(model: BiQwen3, folder: str | Path, must_have_moved: bool) -> None:
@@ -135,7 +135,9 @@ def load_adapter(model: BiQwen3, folder: str | Path, trainable: bool) -> dict[st
     _refuse_generation_keys(folder)
     try:
         base = model.backbone.name_or_path
-        model.backbone = PeftModel.from_pretrained(model.backbone, str(folder), is_trainable=trainable)
+        model.backbone = PeftModel.from_pretrained(
+            model.backbone, str(folder), is_trainable=trainable, torch_device="cpu"
+        )  # left to itself it takes the first cuda device, whatever device this rank has
         for config in model.backbone.peft_config.values():
             config.base_model_name_or_path = base  # where it lies now; it may have moved
         adapter_tensors(model)  # here PEFT reads the rest of the configuration
@@ -173,7 +175,7 @@ def save_checkpoint(
     temporary = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
     temporary.mkdir(parents=True)
     try:
-        model.backbone.save_pretrained(temporary)
+        model.backbone.save_pretrained(temporary, save_embedding_layers=False)  # "auto" asks the hub, at every save
         if model.documents_by_base:  # in the file itself: people copy adapters without the rest of the folder
             tensors = load_file(temporary / ADAPTER_FILE)
             save_file(tensors, temporary / ADAPTER_FILE, metadata={"format": "pt", "mode": QUERY_SIDE})

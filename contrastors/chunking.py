@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -296,6 +298,9 @@ def count_free_bytes(device: torch.device) -> int:
             free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
     except OSError:  # no Linux
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # a container may have less; "max" is no number
+        most, now = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, most - now)
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 

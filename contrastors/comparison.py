@@ -25,7 +25,7 @@ class Comparison:
         difference: Mean of the second minus mean of the first; NaN, as its interval, where no query has a value.
         low: Lower end of its 95 % interval (bootstrap over queries).
         high: Upper end.
-        p_value: Of McNemar's exact test for recall; None for other metrics, where the interval decides.
+        p_value: Of McNemar's exact test for recall; None for other metrics and with ties, where the interval decides.
         verdict: better, worse, higher, lower, or not distinguishable at n = ...
     """
 
@@ -41,10 +41,8 @@ class Comparison:
 def mcnemar_p(first: np.ndarray, second: np.ndarray) -> float:
     """Returns the two-sided p-value of McNemar's exact test: among queries where the models differ, is it a fair coin?
 
-    Values between 0 and 1 (a positive within a tie) count for the side that is higher.
-
     Args:
-        first: (Q,) hits of one model, 0 to 1.
+        first: (Q,) hits of one model, 0 or 1.
         second: (Q,) hits of the other on the same queries.
 
     Source: McNemar, "Note on the sampling error of the difference between correlated proportions", 1947.
@@ -63,7 +61,7 @@ def compare(metric: str, first: np.ndarray, second: np.ndarray) -> Comparison:
     """Returns how the second model does against the first on one metric.
 
     Args:
-        metric: Name; recall gets McNemar's test, the rest is decided by the interval.
+        metric: Name; recall without ties gets McNemar's test, the rest is decided by the interval.
         first: (Q,) values of one model, one a query; NaN = none.
         second: (Q,) values of the other, the same queries in the same order.
     """
@@ -71,7 +69,9 @@ def compare(metric: str, first: np.ndarray, second: np.ndarray) -> Comparison:
     first, second = np.asarray(first, np.float64)[both], np.asarray(second, np.float64)[both]
     difference = second - first
     low, high = bootstrap_interval(difference)
-    p_value = mcnemar_p(first, second) if metric.startswith("recall@") else None
+    # McNemar counts who wins. Where ties give fractions of a hit, most may win by little and the mean lose by much.
+    are_hits = metric.startswith("recall@") and np.isin([first, second], (0.0, 1.0)).all()
+    p_value = mcnemar_p(first, second) if are_hits else None
     differs = p_value < ALPHA if p_value is not None else low > 0 or high < 0
     mean = float(difference.mean()) if len(difference) else math.nan
     if not differs:

@@ -53,7 +53,7 @@ def validate_images(
 
 
 def _hash_paths(paths: Sequence[str]) -> str:
-    return hashlib.blake2b("\0".join(paths).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+    return hashlib.blake2b("\0".join(paths).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 class DocumentTable:

@@ -22,8 +22,9 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from contrastors.demo_judge import hash_pixels
-from contrastors.records import atomic_output, read_jsonl, write_jsonl
+from contrastors.records import atomic_output, dump_json, read_jsonl, write_jsonl, write_text
 
+MARKER = "demo.json"  # a folder without it is not ours to replace
 TILE = 128
 HEADERS = ("red", "blue", "green", "orange", "purple", "brown", "black")
 FOOTERS = ("red", "blue", "green", "orange", "purple", "brown")
@@ -307,9 +308,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.filter_quality:
         print_filter_quality(args.output)
         return 0
-    if (args.output / "model").exists() and not args.overwrite:
-        print(f"error: {args.output}/model exists; use --overwrite or another --output", file=sys.stderr)
+    taken = [path for path in (args.output / "model", args.output / "data") if path.exists()]
+    is_demo = (args.output / MARKER).is_file()
+    if taken and not (args.overwrite and is_demo):
+        way_out = "use --overwrite or another --output" if is_demo else "and is no demo's; use another --output"
+        print(f"error: {taken[0]} exists, {way_out}", file=sys.stderr)
         return 1
+    write_text(args.output / MARKER, dump_json({"seed": args.seed}) + "\n")
     counts = make_data(args.output / "data", args.seed)
     if (args.output / "model").exists():
         import shutil

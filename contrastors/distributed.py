@@ -62,7 +62,12 @@ def pick_device(name: str) -> torch.device:
         name = next(kind for kind, there in found.items() if there)
     if not found[name]:
         raise ValueError(f"--device {name}: torch finds no such device here; use --device auto or cpu")
-    return torch.device(name, int(os.environ.get("LOCAL_RANK", 0)) if name == "cuda" else None)
+    if name != "cuda":
+        return torch.device(name)
+    place, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if place >= count:
+        raise ValueError(f"this machine has {count} cuda devices for more ranks than that; lower --nproc_per_node")
+    return torch.device("cuda", place)
 
 
 def start(device_name: str) -> World:
@@ -76,6 +81,7 @@ def start(device_name: str) -> World:
     backend = "nccl" if device.type == "cuda" else "gloo"
     store, rank, size = next(rendezvous("env://", timeout=_TIMEOUT))
     fresh = dist.PrefixStore(f"attempt-{_agree_on_attempt(store, rank, size)}", store)
+    _check_devices(fresh, rank, size, device.type)
     dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, timeout=_TIMEOUT)
     return World(rank, size, device)
 
@@ -100,6 +106,18 @@ def _agree_on_attempt(store: dist.Store, rank: int, size: int) -> int:
             return attempt
         time.sleep(0.05)  # rank 0 of this attempt is still to come
     raise LostRank(f"rank {rank} waited {_TIMEOUT} for rank 0 to start")
+
+
+def _check_devices(store: dist.Store, rank: int, size: int, kind: str) -> None:
+    """Raises ValueError where ranks compute on devices of several kinds: their backends would wait for one another."""
+    store.set(f"device/{rank}", kind)
+    kinds = [store.get(f"device/{r}").decode() for r in range(size)]
+    if len({*kinds}) > 1:
+        odd = next(r for r in range(size) if kinds[r] != kinds[0])
+        raise ValueError(
+            f"rank 0 computes on {kinds[0]} and rank {odd} on {kinds[odd]}; all must compute on one kind (is a "
+            "driver broken? --device cuda says so there, --device cpu needs none)"
+        )
 
 
 def stop() -> None:

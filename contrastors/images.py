@@ -67,7 +67,7 @@ def open_image(source: str | Path | bytes, max_image_pixels: int = MAX_IMAGE_PIX
         with Image.open(BytesIO(data), formats=_known_formats()) as image:
             check_size(*image.size, max_image_pixels)
             image.load()
-            picture = _to_rgb(ImageOps.exif_transpose(image), getattr(image, "tag_v2", {}))
+            picture = _to_rgb(_upright(image), getattr(image, "tag_v2", {}))
             picture.info.clear()  # a colour profile of CMYK or grey samples must not be saved with RGB ones
             return picture
     except BadImage:
@@ -91,6 +91,13 @@ def check_size(width: int, height: int, max_image_pixels: int = MAX_IMAGE_PIXELS
 def _known_formats() -> list[str]:
     Image.init()
     return [name for name in FORMATS if name in Image.OPEN]
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # damaged EXIF says nothing of an orientation; the picture itself was decoded whole
+        return image
 
 
 def _to_rgb(image: Image.Image, tiff_tags: Mapping[int, Any]) -> Image.Image:

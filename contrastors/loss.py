@@ -128,7 +128,8 @@ def _query_losses(
     with torch.no_grad():
         positive = logits.gather(1, labels[:, None])
         best_other = logits.scatter(1, labels[:, None], -torch.inf).max(dim=1, keepdim=True).values
-    return losses, (positive > best_other).squeeze(1)
+    # A query that is left with nothing to beat is no hit: its loss is 0 whatever the model does.
+    return losses, ((positive > best_other) & best_other.isfinite()).squeeze(1)
 
 
 def get_chunked_embeddings(

@@ -193,7 +193,8 @@ def _make_cards(
             use = HARD_NEGATIVE
         elif file_content(resolver(path)) in known:
             use = KNOWN_POSITIVE
-        cards.append(card(path, entry.get("rank", place + 1), entry.get("score"), use))
+        rank = entry.get("rank")  # other tools may give it as text
+        cards.append(card(path, rank if isinstance(rank, int) else place + 1, entry.get("score"), use))
         cards[-1].add_review(by_position.get(place))
         if cards[-1].is_false_negative and use == NOT_USED:
             cards[-1].use = DROPPED

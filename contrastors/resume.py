@@ -71,9 +71,9 @@ def locate_checkpoint(args: argparse.Namespace) -> tuple[Path | None, dict[str, 
         if folder is None and args.eval_only:
             raise ValueError(f"--resume latest: {args.output_dir} holds no whole checkpoint to evaluate")
         return (folder, read_state(folder), warnings) if folder else (None, {}, warnings)
-    folder = Path(args.resume)
+    folder = Path(args.resume).resolve()  # the run folder is what holds it, not what holds a link to it
     if not folder.is_dir():
-        raise ValueError(f"--resume {folder}: no such folder")
+        raise ValueError(f"--resume {args.resume}: no such folder")
     if list_checkpoints(folder):
         raise ValueError(f"--resume {folder} is a run folder; give a checkpoint in it, or latest with --output-dir")
     return folder, read_state(folder), []

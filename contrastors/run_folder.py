@@ -146,5 +146,5 @@ def delete_old(run_folder: Path, keep: int, best_step: int | None, run_id: str) 
     for folder in deleted:
         hidden = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")  # a kill in mid-removal leaves no torso
         folder.rename(hidden)
-        shutil.rmtree(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)  # a reader on NFS may hold a file; the next start clears it away
     return deleted

@@ -99,12 +99,14 @@ def row_paths(row: dict[str, Any], where: str) -> list[str]:
         where: File and line for the message.
 
     Raises:
-        RecordError: A path is no string.
+        RecordError: A path is no string, or a field no list.
     """
+    for name in (NEGATIVES, CANDIDATES):
+        if not isinstance(row.get(name) or [], list):
+            raise RecordError(f"{where}: '{name}' must be a list")
     paths = [row[POSITIVE]] if POSITIVE in row else []
     paths += row.get(NEGATIVES) or []
-    candidates = row.get(CANDIDATES) or []
-    paths += [entry.get("path") if isinstance(entry, dict) else entry for entry in candidates]
+    paths += [entry.get("path") if isinstance(entry, dict) else None for entry in row.get(CANDIDATES) or []]
     if not all(isinstance(path, str) and path for path in paths):
         raise RecordError(f"{where}: every '{CANDIDATES}' entry needs a 'path', and every path must be a string")
     return paths
@@ -169,21 +171,38 @@ def folder_output(path: str | Path, overwrite: bool, marker: str) -> Iterator[Pa
     Raises:
         ValueError: The folder exists and may not be replaced.
     """
-    path = Path(os.path.abspath(path))
-    if path.exists():
-        if not overwrite:
-            raise ValueError(f"{path}: exists; choose another folder or give --overwrite")
-        if not (path / marker).is_file() and not (path.is_dir() and not any(path.iterdir())):
-            raise ValueError(f"{path}: holds no {marker}, so it is not replaced; choose another folder")
-    temporary = path.with_name(f"{path.name}.tmp-partial")
-    shutil.rmtree(temporary, ignore_errors=True)  # what a killed run left
+    path = Path(os.path.realpath(path))  # a link to another disk stays a link
+    temporary, old = path.with_name(f"{path.name}.tmp-partial"), path.with_name(f"{path.name}.tmp-old")
+    if old.exists() and not path.exists():
+        old.rename(path)  # a run was killed between the two renames below
+    _check_replaceable(path, overwrite, marker)
+    for left in (temporary, old):
+        shutil.rmtree(left, ignore_errors=True)  # what a killed run left
     temporary.mkdir(parents=True)
     try:
         yield temporary
+        _check_replaceable(path, overwrite, marker)  # it may have come meanwhile
         if path.exists():
-            shutil.rmtree(path)
-        os.replace(temporary, path)
+            path.rename(old)
+        try:
+            temporary.rename(path)
+        except BaseException:
+            if old.exists() and not path.exists():
+                old.rename(path)
+            raise
         sync_file(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_replaceable(path: Path, overwrite: bool, marker: str) -> None:
+    if not path.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"{path}: exists; choose another folder or give --overwrite")
+    if not (path / marker).is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{path}: holds no {marker}, so it is not replaced; choose another folder")

@@ -28,7 +28,8 @@ class Source:
         resolver: Finds its images.
         lines: Line of each row.
         paths: Image paths of each row, the positive first.
-        labels: Value of --group-field of each row; "" without that flag.
+        queries: Hash of the text of each row.
+        labels: Value of --group-field of each row; "" without that flag, and where a row has none.
         splits: Split of each row; "" = skipped.
         counts: What happened to its rows, for the summary.
     """
@@ -37,6 +38,7 @@ class Source:
     resolver: PathResolver
     lines: list[int]
     paths: list[list[str]]
+    queries: list[int]
     labels: list[str]
     splits: list[str]
     counts: Counter[str]
@@ -49,18 +51,26 @@ def read_source(file: Path, split: str, root: str, group_field: str, names: dict
         RecordError: The schema is broken, or an image lies outside the image root.
     """
     pairs, resolver = read_pairs(file)
-    source = Source(file, resolver, [pair.line for pair in pairs], [], [], [split] * len(pairs), Counter())
+    lines, queries = [pair.line for pair in pairs], [hash(pair.query) for pair in pairs]
+    source = Source(file, resolver, lines, [], queries, [], [split] * len(pairs), Counter())
     for record in read_jsonl(file):
         where = f"{file}, line {record.line}"
         if group_field and group_field not in record.data:
             raise RecordError(f"{where}: field '{group_field}' (--group-field) is missing")
-        source.labels.append(dump_json(record.data[group_field]) if group_field else "")
+        source.labels.append(_label(record.data[group_field]) if group_field else "")
         source.paths.append([resolver(text) for text in row_paths(record.data, where)])
         for path in source.paths[-1]:
             if path not in names:
                 names[path] = name_image(path, root, where)
     source.counts["num_rows_read"] = len(pairs)
     return source
+
+
+def _label(value: Any) -> str:
+    if value is None or value == "":
+        return ""
+    # pandas writes 7 as 7.0 as soon as a row of its column is empty
+    return dump_json(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def name_image(path: str, root: str, where: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,8 @@ from contrastors.gates import check_effect, embed_probes, make_probes
 from contrastors.loading import identify_weights, load_bi_encoder
 from contrastors.logit_scale import LogitScale
 from contrastors.processing import BiQwen3Processor
-from contrastors.records import atomic_output, dump_json, settle_files, write_text
+from contrastors.records import dump_json, settle_files, write_text
+from contrastors.shards import folder_output
 
 SUFFIX = "-biqwen3"
 CONFIG_FILE, ARGS_FILE = "adapter_config.json", "args.json"
@@ -126,17 +126,12 @@ def remap_adapter(
     if not flags["model"]:
         raise BadCheckpoint(f"{checkpoint} does not name its base model; give --model")
     target = remapped_folder(checkpoint)
-    if target.exists() and not overwrite:
-        raise ValueError(f"{target} exists; use --overwrite")
     limits = {"max_num_visual_tokens": flags["max_num_visual_tokens"]} if "max_num_visual_tokens" in flags else {}
-    with atomic_output(target) as folder:
-        folder.mkdir()
+    with folder_output(target, overwrite, marker=CONFIG_FILE) as folder:
         _write_adapter(folder, tensors, config | {"base_model_name_or_path": flags["model"]})
         processor = _check_adapter(folder, flags["model"], device or torch.device("cpu"), dtype, limits)
         _write_record(folder, read_step(checkpoint), flags, processor)
         settle_files(folder)
-        if target.exists():
-            shutil.rmtree(target)
     return Remapped(target, len(tensors))
 
 

@@ -70,6 +70,14 @@ def test_a_metric_that_no_query_has_of_both_models_is_told_with_n_0():
     assert math.isnan(found.difference) and math.isnan(found.low) and math.isnan(found.high)
 
 
+def test_a_win_of_most_queries_by_little_is_no_gain_where_the_mean_says_otherwise():
+    """A base that gives every page one vector: each query of ten documents is a tenth of a hit."""
+    base = np.full(100, 0.1)
+    for num_hits, verdict in ((12, "not distinguishable at n = 100"), (40, "better"), (1, "worse")):
+        found = compare("recall@1", base, np.arange(100) < num_hits)
+        assert (found.verdict, found.p_value) == (verdict, None) and (found.difference > 0) == (num_hits > 10)
+
+
 def test_intervals_cover_and_false_alarms_stay_rare():
     """120 simulations here; benchmarks.comparison does 500 and keeps the figures."""
     from benchmarks.comparison import simulate

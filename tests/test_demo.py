@@ -80,6 +80,16 @@ def test_the_demo_makes_a_model_and_data_and_spares_what_is_there(tmp_path, caps
     assert main(["--output", str(tmp_path / "demo"), "--overwrite"]) == 0
 
 
+def test_the_demo_replaces_no_data_of_others(tmp_path, capsys):
+    (tmp_path / "training" / "data").mkdir(parents=True)
+    own = write_rows(tmp_path / "training" / "data" / "train.jsonl", [{"query": "mine", "chunk_path": "mine.png"}])
+    before = own.read_bytes()
+    for flags in ([], ["--overwrite"]):
+        assert main(["--output", str(tmp_path / "training"), *flags]) == 1
+        assert "data exists, and is no demo's; use another --output" in capsys.readouterr().err
+    assert own.read_bytes() == before and len(list((tmp_path / "training").rglob("*"))) == 2
+
+
 def test_the_judge_drops_twins_alone_and_the_demo_counts_them(data, judge, tmp_path, monkeypatch):
     """The real filter over HTTP; every second row has its twin among the candidates, the siblings do not answer."""
     rows = []

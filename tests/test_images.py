@@ -159,6 +159,15 @@ def test_a_colour_profile_does_not_outlive_the_conversion():
 
 UPRIGHT = np.zeros((16, 48, 3), dtype=np.uint8)
 UPRIGHT[:8, :24], UPRIGHT[:8, 24:], UPRIGHT[8:, :24] = RED, (0, 255, 0), (0, 0, 255)
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "WEBP", "JPEG"])
+def test_damaged_exif_costs_no_picture_that_decodes(file_format):
+    image = Image.new("RGB", (40, 24), (200, 10, 10))
+    data = encode(image, file_format, exif=b"Exif\0\0no TIFF header at all")
+    assert open_image(data).size == (40, 24)
+
+
 # How the upright picture must be stored so that the orientation tag of EXIF turns it upright again.
 STORED = {
     1: UPRIGHT,

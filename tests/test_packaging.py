@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contrastors.records import read_pairs
-from contrastors.shards import check_name, file_sha256, read_checksums, shard_name, write_checksums
+from contrastors.shards import check_name, file_sha256, folder_output, read_checksums, shard_name, write_checksums
 from tests.conftest import ROOT, write_rows
 from tests.publishing import draw_tile, extract, package, prepare, tree
 
@@ -148,6 +148,53 @@ def test_caches_and_unfinished_files_are_not_packed(prepared: Path, tmp_path: Pa
     ]  # fmt: skip
 
 
+def test_what_comes_while_a_folder_is_made_is_not_replaced_unasked(tmp_path: Path):
+    with pytest.raises(ValueError, match="set: exists"), folder_output(tmp_path / "set", False, "marker"):
+        (tmp_path / "set").mkdir()
+        (tmp_path / "set" / "precious.txt").touch()
+    with pytest.raises(ValueError, match="holds no marker"), folder_output(tmp_path / "other", True, "marker"):
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "precious.txt").touch()
+    assert len(list(tmp_path.rglob("precious.txt"))) == 2 and not list(tmp_path.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("failing", ["rename", "rmtree"])
+def test_a_stop_while_an_old_folder_is_replaced_keeps_a_whole_one(tmp_path: Path, monkeypatch, failing):
+    """The second rename fails and the old folder is back; or the old one cannot go, and the new one is there."""
+
+    def make(text: str) -> None:
+        with folder_output(tmp_path / "set", True, "marker") as folder:
+            (folder / "marker").write_text(text)
+
+    make("old")
+    with monkeypatch.context() as patch:
+        if failing == "rename":
+            rename = Path.rename
+            patch.setattr(Path, "rename", lambda p, to: stop() if "partial" in p.name else rename(p, to))
+            with pytest.raises(KeyboardInterrupt):
+                make("new")
+        else:
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+            make("new")
+    assert (tmp_path / "set" / "marker").read_text() == {"rename": "old", "rmtree": "new"}[failing]
+    make("newer")
+    (tmp_path / "set").rename(tmp_path / "set.tmp-old")  # a kill between the two renames
+    make("newest")
+    assert [(path.name, (path / "marker").read_text()) for path in tmp_path.iterdir()] == [("set", "newest")]
+
+
+def stop() -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_output_that_is_a_link_stays_one(tmp_path: Path):
+    (tmp_path / "disk" / "set").mkdir(parents=True)
+    (tmp_path / "set").symlink_to(tmp_path / "disk" / "set")
+    with folder_output(tmp_path / "set", True, "marker") as folder:
+        (folder / "marker").touch()
+    assert (tmp_path / "set").is_symlink() and (tmp_path / "disk" / "set" / "marker").exists()
+
+
 # --- extract ---------------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +242,16 @@ def test_extraction_killed_in_the_middle_is_taken_up(downloaded: Path, prepared:
     assert json.loads((downloaded / "extract_summary.json").read_text())["num_kept"] == 2
     assert tree(downloaded / "images") == tree(prepared / "images")
     assert not list(downloaded.glob(".extract*"))
+
+
+def test_two_extractions_at_once_give_one_whole_folder(downloaded: Path, prepared: Path):
+    command = [sys.executable, str(ROOT / "extract_hf_image_shards.py"), "--dataset-dir", str(downloaded)]
+    pipe = subprocess.PIPE
+    both = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert sorted("/: 0 written" in out for out, _ in said) == [False, True]  # the second waited, and found all there
+    assert tree(downloaded / "images") == tree(prepared / "images")
 
 
 def test_changed_image_stops_the_extraction_unless_overwrite(downloaded: Path, prepared: Path, capsys):
@@ -260,6 +317,10 @@ def test_absolute_member_is_refused(tmp_path: Path, capsys):
 def test_nothing_is_written_through_links_that_are_there(tmp_path: Path, capsys):
     outside = tmp_path / "outside"
     outside.mkdir()
+    pack_hostile(tmp_path / "partial")
+    (tmp_path / "partial" / ".extract.tmp-partial").symlink_to(outside / "new")  # git delivers links, too
+    assert extract(tmp_path / "partial") == 0 and not list(outside.iterdir())
+    assert not (tmp_path / "partial" / "images" / "good.png").is_symlink()
     for case, link in (("folder", "images"), ("file", "images/good.png")):
         folder = tmp_path / case
         pack_hostile(folder)

@@ -14,6 +14,7 @@ import pytest
 from contrastors.datacard import FieldTypes
 from contrastors.images import content_hash
 from contrastors.records import read_pairs
+from prepare_hf_dataset import place_images
 from tests.conftest import write_rows
 from tests.publishing import draw_tile, package, prepare, rows_of, tree
 
@@ -52,9 +53,9 @@ def test_positives_that_stand_in_two_splits_are_told(split_dir: Path, tmp_path: 
     rows = rows_of(split_dir / "train_hn.jsonl")
     write_rows(split_dir / "eval_hn.jsonl", rows[:2])
     assert prepare(split_dir) == 0
-    assert f"note: {len({row['chunk_path'] for row in rows[:2]})} positives stand in more than one split" in (
-        capsys.readouterr().out
-    )
+    told = capsys.readouterr().out
+    assert "note: 2 positives stand in more than one split" in told
+    assert "note: 2 queries stand in more than one split; --make-split --group-field query parts them" in told
 
 
 def test_summary_counts_add_up_with_bad_rows_and_bad_negatives(split_dir: Path, tmp_path: Path):
@@ -148,6 +149,29 @@ def test_path_that_must_not_be_published_is_refused_by_name(split_dir, tmp_path,
     assert words in error and "train_hn.jsonl, line 2" in error
     assert os.path.basename(path) in error or repr(os.path.basename(path))[1:-1] in error
     assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("retrieve_top20", ["a.png"]), ("retrieve_top20", {"path": "a.png"}), ("neg_chunk_paths", "a.png")],
+)
+def test_a_field_of_another_shape_is_named(split_dir: Path, capsys, field, value):
+    rows = rows_of(split_dir / "train_hn.jsonl")
+    write_rows(split_dir / "train_hn.jsonl", [*rows[:2], rows[2] | {field: value}])
+    assert prepare(split_dir) == 1
+    error = capsys.readouterr().err
+    assert "train_hn.jsonl, line 3: " in error and field in error and "Traceback" not in error
+
+
+def test_names_that_this_disk_takes_for_one_are_refused(tmp_path: Path):
+    """macOS and exFAT know no case: the second image would be served under the first one's name."""
+    first, second = draw_tile(tmp_path / "tiles" / "a.png", 1), draw_tile(tmp_path / "tiles" / "b.png", 2)
+    (tmp_path / "set" / "images").mkdir(parents=True)
+    shutil.copy(first, tmp_path / "set" / "images" / "A.png")  # where the disk has put a.png
+    with pytest.raises(ValueError, match="is taken by an image whose name differs in case or accents only"):
+        place_images({str(second): "images/A.png"}, tmp_path / "set", "copy")
+    spellings = {str(first): "images/c.png", f"{tmp_path}/tiles/./a.png": "images/c.png"}
+    assert place_images(spellings, tmp_path / "set", "copy") == {"copy": 1}
 
 
 def test_candidate_without_path_is_named(split_dir: Path, capsys):
@@ -263,6 +287,20 @@ def test_group_field_keeps_pages_whole(many_queries: Path, tmp_path: Path):
     assert prepare(many_queries, *flags, root=tmp_path / "tiles", output=tmp_path / "export") == 0
     pages = {file.stem: {row["page"] for row in rows_of(file)} for file in (tmp_path / "export").glob("*.jsonl")}
     assert not (pages["train"] & pages["eval"] or pages["train"] & pages["test"] or pages["eval"] & pages["test"])
+
+
+def test_rows_without_a_page_are_no_page_and_numbers_have_one_spelling(many_queries: Path, tmp_path: Path):
+    """pandas writes a whole column as 7.0 where one of its cells is empty."""
+    rows = rows_of(many_queries / "pairs.jsonl")
+    for number, row in enumerate(rows):
+        row["page"] = (None, row["page"], float(row["page"]))[number % 3]
+    write_rows(many_queries / "pairs.jsonl", rows)
+    flags = ("--make-split", "--group-field", "page")
+    assert prepare(many_queries, *flags, root=tmp_path / "tiles", output=tmp_path / "export") == 0
+    splits = [rows_of(file) for file in (tmp_path / "export").glob("*.jsonl")]
+    pages = [{float(row["page"]) for row in rows if row["page"] is not None} for rows in splits]
+    assert len(splits) == 3 and not pages[0] & pages[1] | pages[0] & pages[2] | pages[1] & pages[2]
+    assert all(any(row["page"] is None for row in rows) for rows in splits)  # they did not become one large page
 
 
 def test_split_that_would_stay_empty_is_an_error(split_dir: Path, capsys):

@@ -195,6 +195,23 @@ def test_ranks_that_were_started_otherwise_are_told_apart(args, colour_set, tiny
     assert text.count("error: ") == 1 and not (colour_set / "run").exists()
 
 
+OTHER_DEVICE = """
+import os, torch
+from contrastors import distributed
+distributed.pick_device = lambda name: torch.device("cpu" if os.environ["RANK"] == "0" else "mps")
+from train_contrastors import main
+raise SystemExit(main())
+"""
+
+
+def test_ranks_on_devices_of_two_kinds_end_at_once(args, colour_set, monkeypatch):
+    """As where --device auto finds a broken driver on one machine: gloo there would wait for nccl elsewhere."""
+    (colour_set / "other_device.py").write_text(OTHER_DEVICE)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code, text = warm_torchrun(2, colour_set / "other_device.py", *args("run"))
+    assert code == 1 and "rank 0 computes on cpu and rank 1 on mps; all must compute on one kind" in text, text[-3000:]
+
+
 def test_thirteen_rows_a_damaged_image_and_a_rank_without_negatives_train_on(args, colour_set):
     """O08, O09: 13 rows, batch 4 on 2 ranks: one step an epoch, the rest is dropped."""
     rows = [json.loads(line) for line in (colour_set / "rows.jsonl").read_text().splitlines()]

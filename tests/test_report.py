@@ -133,6 +133,13 @@ def test_rows_without_candidates_negatives_scores_and_verdicts_are_shown(colour_
     assert (card["position"], card["score"], card["use"]) == (1, None, "not used")
 
 
+def test_a_rank_that_is_a_text_is_passed_over(colour_set: Path):
+    candidates = [{"rank": str(place), "path": f"c{place:02d}.png"} for place in (1, 2)]
+    row = {"query": "q", "chunk_path": "c00.png", "retrieve_top20": candidates, "neg_chunk_paths": ["c02.png"]}
+    cards = data_of(write_page(colour_set, [row]))["rows"][0]["candidates"]
+    assert [(card["position"], card["use"]) for card in cards] == [(1, "not used"), (2, "hard negative")]
+
+
 def test_only_the_first_rows_are_read_and_shown(colour_set: Path):
     def rows() -> Iterator[dict[str, Any]]:
         for number in range(5):

@@ -115,6 +115,10 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(ValueError, match="holds no whole checkpoint to evaluate"):
         locate_checkpoint(args)
     assert locate_checkpoint(parse("--resume", "latest", "--output-dir", tmp_path)[0]) == (None, {}, [])
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoint-3")
+    with pytest.raises(ValueError, match=f"{tmp_path}/run/checkpoint-3: adapter_model.safetensors is missing"):
+        locate_checkpoint(parse("--resume", tmp_path / "link")[0])  # goes on where the checkpoint is
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(ValueError, match="is a run folder; give a checkpoint in it"):
         locate_checkpoint(parse("--resume", tmp_path)[0])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 from contrastors.run_folder import (
@@ -45,6 +47,22 @@ def test_the_oldest_of_this_run_go_and_the_best_broken_and_foreign_ones_stay(tmp
     assert [path.name for path in deleted] == ["checkpoint-10", "checkpoint-30"]
     assert steps(tmp_path) == [5, 6, 7, 20, 40, 50]
     assert delete_old(tmp_path, keep=0, best_step=None, run_id="own") == []  # 0 keeps all
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_file_that_a_reader_holds_does_not_end_a_run(tmp_path, monkeypatch):
+    """On NFS a deleted file that is open stays as .nfsN, and its folder cannot go."""
+    for step in (1, 2):
+        make_checkpoint(tmp_path, step)
+
+    def rmdir(path, **_):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", rmdir)
+        delete_old(tmp_path, keep=1, best_step=None, run_id="own")
+    assert steps(tmp_path) == [2] and len(list(tmp_path.glob(".checkpoint-1.tmp-*"))) == 1
+    remove_leftovers(tmp_path)
     assert not list(tmp_path.glob(".*"))
 
 

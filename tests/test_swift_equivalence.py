@@ -343,7 +343,7 @@ def test_remap_alone_writes_the_same_adapter_again_and_replaces_none_unasked(two
             key: file.get_tensor(key).tolist() for key in file.keys()
         }
     code, sentence = train_here(capsys, "--remap", str(saved), "--device", "cpu")
-    assert code == 1 and "old-biqwen3 exists; use --overwrite" in sentence
+    assert code == 1 and "old-biqwen3: exists; choose another folder or give --overwrite" in sentence
     assert train_here(capsys, "--remap", str(saved), "--device", "cpu", "--overwrite")[0] == 0
     code, sentence = train_here(capsys, "--remap", first, "--device", "cpu")
     assert code == 1 and "nothing to remap" in sentence
