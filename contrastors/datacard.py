@@ -50,6 +50,8 @@ def _kind(value: Any) -> Any:
         return ["list", merged]
     if isinstance(value, dict):
         return {name: _kind(entry) for name, entry in value.items()}
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return "float64"  # what Arrow reads such a number as
     return _SCALARS.get(type(value), "null")
 
 

@@ -254,7 +254,8 @@ def load_generation(checkpoint: str, adapter: Path | None, limits: dict[str, Any
     )
     wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
     if adapter:
-        held = get_peft_model_state_dict(PeftModel.from_pretrained(model, str(adapter)))
+        adapted = PeftModel.from_pretrained(model, str(adapter), torch_device="cpu")
+        held = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         wrong += sorted(held.keys() ^ load_file(adapter / ADAPTER_FILE).keys())
     if wrong:
         raise ValueError(f"{len(wrong)} weights are missing or left over, first {wrong[0]}")

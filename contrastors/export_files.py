@@ -161,7 +161,7 @@ def merge_adapter(model: str, generation_adapter: Path) -> dict[str, torch.Tenso
     base = Qwen3VLForConditionalGeneration.from_pretrained(
         model, dtype="auto", use_safetensors=True, trust_remote_code=False
     )
-    wrapped = PeftModel.from_pretrained(base, str(generation_adapter))
+    wrapped = PeftModel.from_pretrained(base, str(generation_adapter), torch_device="cpu")
     adapted = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
     for layer in adapted.values():
         layer.get_base_layer().to(torch.float32)  # a bf16 sum would round the product B A before it is added

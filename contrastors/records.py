@@ -203,8 +203,14 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def atomic_output(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; on success it is fsynced and renamed, on an error it is removed."""
+    """Yields a temporary path beside `path`; on success it is fsynced and renamed, on an error it is removed.
+
+    Raises:
+        ValueError: A pipe or a device stands there, such as /dev/null, which must not become a file.
+    """
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path}: is neither a file nor a folder, so it is not replaced; give another path")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:

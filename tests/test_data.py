@@ -29,7 +29,7 @@ from contrastors.batches import (
     load_items,
 )
 from contrastors.data import BatchOrder, DocumentTable, build_training_set, validate_images
-from contrastors.distributed import World
+from contrastors.distributed import World, pick_device
 from contrastors.images import MAX_IMAGE_PIXELS, open_image
 from contrastors.processing import BiQwen3Processor
 from contrastors.records import Pair, read_pairs
@@ -497,6 +497,22 @@ def test_a_signal_while_a_batch_is_awaited_ends_the_process_with_its_own_code():
     out, err = process.communicate(timeout=90)
     assert process.returncode == 128 + signal.SIGTERM, err.decode()[-2000:]
     assert b"Error" not in err
+
+
+def test_a_name_that_is_no_unicode_is_a_bad_image_and_stops_nothing(tmp_path):
+    paths = [f"{tmp_path}/\ud800.png", f"{tmp_path}/\udc80.png"]
+    facts = validate_images(paths, tmp_path, MAX_IMAGE_PIXELS, 0, ALONE)
+    assert [facts[path].ok for path in paths] == [False, False]
+
+
+def test_more_ranks_than_cuda_devices_are_told_before_torch_fails(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert pick_device("auto") == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="this machine has 2 cuda devices for more ranks than that"):
+        pick_device("auto")
 
 
 @pytest.mark.parametrize(("num_more", "code"), [(0, 0), (1, 1)])

@@ -299,6 +299,13 @@ def test_all_alike_embeddings_score_no_accuracy():
     assert clip_loss(same, same, LogitScale()).accuracy == 0.0
 
 
+def test_a_query_with_nothing_to_beat_is_no_hit():
+    same = torch.eye(3)
+    mask = ColumnMask(torch.zeros(3, dtype=torch.bool), torch.tensor([[0, 1], [0, 2]]))
+    found = clip_loss(same, same, LogitScale(), mask=mask)
+    assert found.accuracy == pytest.approx(2 / 3) and found.loss > 0
+
+
 def test_loss_runs_in_fp32_inside_bf16_autocast():
     queries, documents = unit(4).float(), unit(4, seed=1).float()
     plain = clip_loss(queries, documents, LogitScale()).loss

@@ -353,7 +353,7 @@ def test_webdataset_reads_the_shards(split_dir: Path, tmp_path: Path):
 def test_field_types_widen_over_rows():
     types = FieldTypes()
     rows = [{"a": 1, "b": None, "c": [], "d": {"x": 1}, "e": 1}, {"a": 2.5, "b": "t", "c": [["y"]], "d": {"z": True}}]
-    for row in [*rows, {"e": "text"}, {"f": {}}]:
+    for row in [*rows, {"e": "text"}, {"f": {}}, {"g": 1}, {"g": 2**63}, {"h": 2**63 - 1}]:
         types.add(row)
     assert types.features() == [
         {"name": "a", "dtype": "float64"},
@@ -362,4 +362,6 @@ def test_field_types_widen_over_rows():
         {"name": "d", "struct": [{"name": "x", "dtype": "int64"}, {"name": "z", "dtype": "bool"}]},
         {"name": "e", "dtype": "json"},
         {"name": "f", "dtype": "json"},
+        {"name": "g", "dtype": "float64"},
+        {"name": "h", "dtype": "int64"},
     ]

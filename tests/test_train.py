@@ -17,8 +17,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from contrastors.biqwen3 import BiQwen3
+from contrastors.checkpoint import adapter_tensors, load_adapter, save_checkpoint
 from contrastors.demo import make_model
 from tests.conftest import make_colour_set, write_rows
+from tests.gradients import build_model
 from tests.runs import (
     ROOT,
     arguments,
@@ -324,6 +327,26 @@ def test_a_metric_without_a_value_is_a_dash_in_the_card_of_every_later_checkpoin
     resume = ["--resume", "latest", "--output-dir", str(colour_set / "run"), "--max-steps", "4", "--allow-changed-args"]
     assert train(resume) == 0
     assert "| – |" in (colour_set / "run" / "checkpoint-4" / "README.md").read_text()
+
+
+def test_an_adapter_is_saved_and_loaded_without_asking_the_hub_or_taking_a_device(tiny_model, tmp_path, monkeypatch):
+    """Left to itself PEFT looks the base's config.json up at every save, and loads onto the first cuda device."""
+
+    def refuse(*_, **__):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", refuse)
+    monkeypatch.setattr("peft.utils.save_and_load.infer_device", refuse)
+    monkeypatch.setattr("peft.peft_model.infer_device", refuse)
+    model, scale, processor = build_model(tiny_model)
+    for config in model.backbone.peft_config.values():
+        config.base_model_name_or_path = "Qwen/Qwen3-VL-Embedding-2B"
+    optimizer, state = torch.optim.AdamW(model.trainable_parameters().values()), {"step": 1}
+    save_checkpoint(tmp_path / "checkpoint-1", model, scale, optimizer, state, "card")
+    pixels = processor.image_processor
+    base = BiQwen3.from_pretrained(str(tiny_model), pixels.image_mean, pixels.image_std)
+    load_adapter(base, tmp_path / "checkpoint-1", trainable=False)
+    assert all(torch.equal(value, adapter_tensors(base)[key]) for key, value in adapter_tensors(model).items())
 
 
 @pytest.mark.parametrize("flags", [{"resume": "latest"}, {"overwrite": True}], ids=str)
