@@ -312,9 +312,6 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, fail):
 BAD = [BadRow(3, "/t/a.png", "the file is empty"), BadRow(9, "/t/b.png", "1x201 has an aspect ratio over 200")]
 
 
-@pytest.mark.parametrize(
-    "num_rows, allowed, stops", [(200, 0.01, False), (199, 0.01, True), (3, 1.0, False), (2, 1.0, True)]
-)
 def test_a_pipe_or_device_never_becomes_a_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", Path("/dev/null")):
@@ -323,6 +320,9 @@ def test_a_pipe_or_device_never_becomes_a_file(tmp_path):
     assert (tmp_path / "pipe").is_fifo() and Path("/dev/null").is_char_device()
 
 
+@pytest.mark.parametrize(
+    "num_rows, allowed, stops", [(200, 0.01, False), (199, 0.01, True), (3, 1.0, False), (2, 1.0, True)]
+)
 def test_too_many_bad_rows_stop_and_all_are_listed(tmp_path, num_rows, allowed, stops):
     report = tmp_path / "bad_rows.jsonl"
     if stops:
