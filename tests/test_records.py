@@ -307,17 +307,17 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, fail):
         assert (tmp_path / "folder" / "a").read_text() == "a" and os.listdir(tmp_path) == ["folder"]
 
 
-# --- bad rows ---
-
-BAD = [BadRow(3, "/t/a.png", "the file is empty"), BadRow(9, "/t/b.png", "1x201 has an aspect ratio over 200")]
-
-
 def test_a_pipe_or_device_never_becomes_a_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", Path("/dev/null")):
         with pytest.raises(ValueError, match="is neither a file nor a folder"), atomic_output(place):
             pass
     assert (tmp_path / "pipe").is_fifo() and Path("/dev/null").is_char_device()
+
+
+# --- bad rows ---
+
+BAD = [BadRow(3, "/t/a.png", "the file is empty"), BadRow(9, "/t/b.png", "1x201 has an aspect ratio over 200")]
 
 
 @pytest.mark.parametrize(
