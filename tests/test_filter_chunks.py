@@ -317,16 +317,28 @@ def test_unknown_verdicts_are_judged_over_the_whole_input(
     assert json.loads((chunks / "summary.json").read_text())["completed"] is True
 
 
+# In place of the filter: all three must have written down how they were started before one ends and the rest go.
+RECORDER = """
+import os, pathlib, sys, time
+own = pathlib.Path(__file__).with_name(f"{os.getpid()}.words")
+own.with_suffix(".tmp").write_text(" ".join(sys.argv))
+own.with_suffix(".tmp").rename(own)
+while len(list(own.parent.glob("*.words"))) < 3:
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
 def test_chunks_at_work_share_the_requests_per_minute(
     colour_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    recorder = tmp_path / "recorder.py"
-    recorder.write_text("import sys; print(*sys.argv); sys.exit(3)")
-    monkeypatch.setattr(script, "FILTER", recorder)
+    (tmp_path / "recorder.py").write_text(RECORDER)
+    monkeypatch.setattr(script, "FILTER", tmp_path / "recorder.py")
     with JudgeServer(mixed) as server:
         flags = {"chunk_size": 2, "parallel_chunks": 3}
         assert run_chunks(many_rows(colour_set, 6), tmp_path / "chunks", server, **flags, requests_per_minute=70) == 1
-        assert capfd.readouterr().out.count("--requests-per-minute 23 ") == 3
+        words = [file.read_text() for file in tmp_path.glob("*.words")]
+        assert len(words) == 3 and all("--requests-per-minute 23 " in text for text in words)
         with pytest.raises(SystemExit):
             run_chunks(many_rows(colour_set, 6), tmp_path / "chunks", server, **flags, requests_per_minute=2)
     assert "--requests-per-minute 2 cannot be shared by --parallel-chunks 3" in capfd.readouterr().err
