@@ -75,11 +75,9 @@ _MENTION = re.compile(
 _IS = r"\b(?:is|was|are|were|be|as|seems|appears|judged|considered|marked|deemed|rated)"
 _OF_THE_ANSWER = re.compile(
     r"(?:yes )?(?:(?:the|that|this|given|provided|my) )*"
-    rf"(?:answer|response|reply|statement|verdict|it|this|that|there)(?: given| provided)?(?: {_IS})+"
+    rf"(?:(?:answer|response|reply|statement|verdict)(?: \S+){{0,6}}?|it|this|that|there)(?: {_IS})+"
 )
-_CLAUSE = re.compile(
-    r"[,;:=>({\[\"'“”«–—]|(?<!\w)-|\b(?:so|because|since|and|therefore|thus|hence|but|however|although)\b"
-)
+_CLAUSE = re.compile(r"[,;:=>–—]|(?<!\w)-|\b(?:so|because|since|and|therefore|thus|hence|but|however|although)\b")
 # After a verdict word these go on with it; any other word makes it an adjective ("correct year", "correct that").
 _GO_ON = re.compile(r"\s*(?:$|[^\w\s])|\s+(?:because|since|as|and|but|given|per|based|according)\b")
 # "Correct: 1913" names what would be correct; "CORRECT: the page shows it" gives the ground.
@@ -166,7 +164,9 @@ def _normalise(text: str) -> str:
     text = (
         text.replace("n't", " not").replace("i'm ", "i am ").replace("'s ", " is ").replace("not-answer", "not answer")
     )
-    return _CAN_NOT_ANSWER.sub("unanswerable", text).strip()
+    # Quotes say nothing: the answer "1912" is correct, a button with "correct" on it is no verdict.
+    text = re.sub(r"[\"“”«»(){}\[\]]|(?<!\w)'|'(?!\w)", " ", text)
+    return re.sub(r"[^\S\n]+", " ", _CAN_NOT_ANSWER.sub("unanswerable", text)).strip()
 
 
 def _json_verdicts(text: str) -> Iterator[str | None]:

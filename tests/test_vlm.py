@@ -45,6 +45,8 @@ FORMS = {
         "<thinking>wrong wrong</thinking>CORRECT", "richtig", "korrekt", "correcto", "corretto",
         "正确", "正しい", "правильно", "The answer given is correct.", "CORRECT. The page lists 42.",
         "Yes, the answer is correct, as the page lists 42.", "The page says 12.\nCORRECT", "Verdict:\nCORRECT",
+        'The answer "1912" is correct.', "The answer 42 is correct.", "The given answer of 42 is correct.",
+        "The answer (42) is correct", "Yes, the answer 1912 is correct because the table shows it.", '"CORRECT"',
     ],
     WRONG: [
         "INCORRECT", "incorrect.", "**Incorrect**", "ＩＮＣＯＲＲＥＣＴ", "WRONG", "wrong!", "[WRONG]", "- WRONG",
@@ -99,6 +101,8 @@ UNKNOWN_FORMS = {
         "Correct: False", "The correct answer: True", "1913 is correct.", "Correct it to 1913.", "wrong: no",
         "To be correct, it had to be 1913", "Incorrectly marked... CORRECT", "Incorrectly marked. CORRECT",
         "Correct... not.", "No\nCORRECT", "None of this is wrong", "The year is not wrong", "I doubt it is wrong",
+        'The page shows a box labelled "CORRECT".', 'The word "correct" appears on it.', "It says 'correct' in green.",
+        "The answer that nobody gave is correct.", "The statement that the answer is wrong is correct.",
     ],
 }  # fmt: skip
 
