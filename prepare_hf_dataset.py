@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +122,14 @@ def make_split(sources: list[Source], facts: dict[str, ImageFact], args: argpars
     return own_documents(drawn, [[facts[path].content for path in s.paths[index]] for s, index in rows])
 
 
-def count_shared(sources: list[Source], facts: dict[str, ImageFact]) -> tuple[int, int]:
-    """Returns how many positives, and how many queries, stand in more than one split: a test on them shows little."""
-    splits: dict[str | int, set[str]] = {}
+def count_shared(sources: list[Source], key: Callable[[Source, int], Any]) -> int:
+    """Returns how many values of a key of the rows stand in more than one split: a test on them shows little."""
+    splits: dict[Any, set[str]] = {}
     for source in sources:
         for index, split in enumerate(source.splits):
             if split:
-                for key in (facts[source.paths[index][0]].content, source.queries[index]):
-                    splits.setdefault(key, set()).add(split)
-    shared = [key for key, found in splits.items() if len(found) > 1]
-    return sum(isinstance(key, str) for key in shared), sum(isinstance(key, int) for key in shared)
+                splits.setdefault(key(source, index), set()).add(split)
+    return sum(len(found) > 1 for found in splits.values())
 
 
 def place_images(used: dict[str, str], folder: Path, link_mode: str) -> Counter[str]:
@@ -173,11 +172,10 @@ def export(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for source in sources:
         skip_bad_rows(source, facts, args.output_dir, args.max_bad_fraction)
     exporter = Exporter(names, facts, make_split(sources, facts, args) if args.make_split else {})
-    num_positives, num_queries = count_shared(sources, facts)
-    if num_positives:
-        print(f"note: {num_positives} positives stand in more than one split; --make-split keeps documents apart")
-    if num_queries:
-        print(f"note: {num_queries} queries stand in more than one split; --make-split --group-field query parts them")
+    if count := count_shared(sources, lambda source, index: facts[source.paths[index][0]].content):
+        print(f"note: {count} positives stand in more than one split; --make-split keeps documents apart")
+    if count := count_shared(sources, lambda source, index: source.queries[index]):
+        print(f"note: {count} queries stand in more than one split; --make-split --group-field query parts them")
     drawn = {split for source in sources for split in source.splits}
     num_rows = {
         split: write_jsonl(folder / f"{split}.jsonl", exporter.rows(sources, split))

@@ -71,6 +71,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def args(tiny_model, colour_set):
+    """args(output, **flags) -> argv of a quick training; `colour_set` is the folder of its data."""
+    from tests.runs import arguments
+
+    def build(output: str, **flags: object) -> list[str]:
+        return arguments(tiny_model, colour_set, colour_set / output, **flags)
+
+    return build
+
+
+@pytest.fixture
 def mine(colour_set, tiny_model):
     """Runs the mining script in this process; returns the rows and the stats."""
     from mine_hard_negatives import main

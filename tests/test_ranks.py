@@ -50,14 +50,6 @@ def whole(tiny_model, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-@pytest.fixture
-def args(tiny_model, colour_set):
-    def build(output: str, **flags) -> list[str]:
-        return arguments(tiny_model, colour_set, colour_set / output, **flags)
-
-    return build
-
-
 def wait_for_step(folder: Path, step: int, process) -> None:
     """Waits until metrics.jsonl has come to a step."""
     log = folder / "metrics.jsonl"

@@ -46,7 +46,7 @@ from tests.gradients import (
     reference_loss,
     split_groups,
 )
-from tests.runs import arguments, losses, metrics, same_weights, train
+from tests.runs import losses, metrics, same_weights, train
 from tests.test_grad_equivalence import contrast, make_batch
 
 NUM_ROWS, NUM_NEGATIVES = 6, 2
@@ -399,14 +399,6 @@ def test_ranks_of_a_machine_share_its_memory_and_each_cuda_rank_has_a_device_of_
     alone = count_free_bytes(torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert count_free_bytes(torch.device("cpu")) == pytest.approx(alone / 4, rel=0.5)
-
-
-@pytest.fixture
-def args(tiny_model, colour_set):
-    def build_argv(output, **flags):
-        return arguments(tiny_model, colour_set, colour_set / output, **flags)
-
-    return build_argv
 
 
 def chunking_of(folder):

@@ -12,15 +12,7 @@ import torch
 import train_contrastors
 from contrastors import evaluation
 from contrastors.batches import StepDataset
-from tests.runs import arguments, metrics, same_weights, train
-
-
-@pytest.fixture
-def args(tiny_model, colour_set):
-    def build(output: str, **flags) -> list[str]:
-        return arguments(tiny_model, colour_set, colour_set / output, **flags)
-
-    return build
+from tests.runs import metrics, same_weights, train
 
 
 def signal_at_loading(monkeypatch, number: int) -> None:
