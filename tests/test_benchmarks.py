@@ -45,7 +45,7 @@ def test_loss_in_tiles_equals_the_whole_and_takes_less(capsys):
     tables = rows_of(capsys, "loss", *options)
     whole, tiles = tables["loss: memory and time"]
     assert (whole["way"], tiles["way"]) == ("whole", "tiles")
-    assert tiles["MiB of the loss"] < whole["MiB of the loss"] and whole["MiB of the loss"] > 36
+    assert tiles["MiB of the loss"] < whole["MiB of the loss"] / 2 and whole["MiB of the loss"] > 2 * 36
     (compared,) = tables["loss: tiles against the whole matrix"]
     assert compared["difference of the loss"] < 1e-6 and compared["relative L2 of the gradients"] < 1e-6
 
