@@ -26,7 +26,8 @@ from contrastors.loss import WHOLE_LOGITS, ColumnMask, clip_loss
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 64
 MIB = 2**20
-GIVES_BACK = {"MALLOC_TRIM_THRESHOLD_": "131072"}  # its default; once set, glibc no longer lets it grow with what is freed
+# The default of glibc; once it is set, glibc no longer lets it grow with what is freed.
+GIVES_BACK = {"MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
 def make_case(size: int, negatives: int) -> tuple[torch.Tensor, torch.Tensor, ColumnMask]:
@@ -60,7 +61,7 @@ def run_loss(size: int, negatives: int, tile: int) -> dict[str, float | torch.Te
 
 
 def measure_fresh(size: int, negatives: int, tile: int) -> dict[str, float]:
-    """Seconds and bytes of one case, in two processes of their own: as users start it, and giving back what is freed."""
+    """Seconds and bytes of one case in fresh processes: one as users start it, one that gives back what is freed."""
     command = [sys.executable, "-m", "benchmarks.loss", "--case", str(size), str(negatives), str(tile)]
     plain, strict = (
         json.loads(subprocess.run(command, cwd=ROOT, env=os.environ | more, capture_output=True, check=True).stdout)

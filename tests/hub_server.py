@@ -111,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
             return None
         if action == "hold":
-            self.server.released.wait(60)
+            self.server.released.wait(600)
             self.close_connection = True
             return None
         body = self.read_body()

@@ -94,7 +94,7 @@ def start(argv: list[str], num_processes: int = 1, torchrun_options: list[str] |
     return spawn(SCRIPT, *argv)
 
 
-def finish(process: subprocess.Popen, timeout: int = 200) -> tuple[int, str]:
+def finish(process: subprocess.Popen, timeout: int = 600) -> tuple[int, str]:
     """Waits, and returns exit code and everything printed; kills the whole group when it takes too long."""
     try:
         out, err = process.communicate(timeout=timeout)

@@ -117,7 +117,7 @@ def test_every_flag_of_training_is_an_option_in_kebab_case_and_switches_have_an_
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_answers_without_importing_torch_and_begins_with_the_docstring(script):
     command = [sys.executable, "-X", "importtime", f"{script}.py", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "argparse" in imported  # the listing is there
@@ -150,7 +150,7 @@ def test_unknown_flags_and_abbreviations_are_usage_errors(script, capsys):
 
 def test_an_unknown_flag_ends_the_process_with_code_2():
     command = [sys.executable, "train_contrastors.py", "--batch", "4"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "unrecognized arguments: --batch" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -292,19 +292,19 @@ def start(what: str, rank: int | None = 0) -> subprocess.Popen:
 )  # fmt: skip
 def test_exit_code_and_one_sentence(what, code, error):
     process = start(what)
-    _, found = process.communicate(timeout=60)
+    _, found = process.communicate(timeout=300)
     assert (process.returncode, found) == (code, error)
 
 
 def test_a_rank_that_fails_alone_speaks_too():
     process = start("value", rank=1)
-    _, found = process.communicate(timeout=60)
+    _, found = process.communicate(timeout=300)
     assert (process.returncode, found) == (1, "error: rows.jsonl, line 3: no\n")
 
 
 def test_a_bug_of_ours_shows_its_traceback():
     process = start("bug")
-    _, found = process.communicate(timeout=60)
+    _, found = process.communicate(timeout=300)
     assert process.returncode == 1 and "Traceback" in found and "KeyError" in found
 
 
@@ -315,7 +315,7 @@ def test_a_signal_ends_the_script_with_its_code_and_without_a_traceback(number, 
     process = start("wait", rank)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    _, found = process.communicate(timeout=60)
+    _, found = process.communicate(timeout=300)
     said = f"stopped by {signal.Signals(number).name}\n" if rank is None else ""
     assert (process.returncode, found) == (code, said)
 

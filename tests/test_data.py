@@ -184,7 +184,6 @@ def test_resuming_at_any_step_yields_the_batches_of_an_undisturbed_run(processor
             assert_equal_batches(found, wanted)
 
 
-@pytest.mark.timeout(120)
 def test_workers_yield_the_batches_of_this_process_in_order(processor, tiles):
     dataset = build(processor, make_pairs(tiles, TWELVE), 2, global_batch=4)
     alone, workers = (list(load_batches(dataset, 1, 6, num_workers, CPU)) for num_workers in (0, 2))
@@ -383,7 +382,6 @@ def test_a_batch_moves_whole(processor, tiles):
 # --- images that vanish ---
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_image_that_vanishes_after_validation_is_one_sentence_with_its_path(processor, tiles, tmp_path, num_workers):
     gone = str(shutil.copy(tiles[3], tmp_path / "going.png"))
@@ -410,7 +408,6 @@ def test_the_pixel_limit_reaches_the_batches(processor, tiles):
 # --- items of an evaluation ---
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_items_come_in_the_order_of_their_places(processor, tiles, num_workers):
     dataset = ItemDataset(processor, "document", tiles[:12], MAX_IMAGE_PIXELS)
@@ -444,7 +441,6 @@ def test_what_workers_receive_can_be_pickled(processor, tiles, monkeypatch):
         pickle.loads(pickle.dumps(parts))
 
 
-@pytest.mark.timeout(60)
 def test_a_worker_that_hangs_neither_outlives_its_loader_nor_is_waited_for_without_end(processor, tiles, monkeypatch):
     dataset, whole = build(processor, make_pairs(tiles, TWELVE)), StepDataset.__getitem__
 
@@ -485,7 +481,6 @@ sys.exit(run_script(work))
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_signal_while_a_batch_is_awaited_ends_the_process_with_its_own_code():
     process = subprocess.Popen(
         [sys.executable, "-c", WAITING], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -494,7 +489,7 @@ def test_a_signal_while_a_batch_is_awaited_ends_the_process_with_its_own_code():
         assert process.stdout.readline() == b"batch\n"
     time.sleep(0.5)  # it waits for the fifth now
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM, err.decode()[-2000:]
     assert b"Error" not in err
 
@@ -526,7 +521,7 @@ def test_a_name_too_long_for_sockets_of_workers_is_told_and_the_longest_works(tm
     folder.mkdir()
     whole = WAITING.replace("range(99)", "range(3)")
     command, environment = [sys.executable, "-c", whole], os.environ | {"TMPDIR": str(folder)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr[-2000:]
     assert done.stdout.count("batch") == (0 if code else 3)
     assert ("set TMPDIR to a shorter one" in done.stderr) == bool(code) and "Traceback" not in done.stderr

@@ -106,7 +106,7 @@ def slowly(request: Request) -> Played:
 
 
 def wait_for_calls(server: JudgeServer, num_calls: int) -> None:
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + 300
     while server.num_calls < num_calls:
         assert time.monotonic() < end_s
         time.sleep(0.005)
@@ -134,7 +134,7 @@ def test_killed_chunk_is_resumed_and_finished_ones_are_left(rows_with_shared_que
         process = start(source, chunks, server, chunk_size=6, concurrency=2)
         wait_for_calls(server, 37)  # the first chunk takes about 29
         os.kill(child_of(process), signal.SIGKILL)
-        _, message = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=300)
         assert process.returncode == 1 and "chunk_000006_000011" in message and "--skip-existing" in message
         first = [(chunks / "chunk_000000_000005" / name).stat().st_mtime_ns for name in MERGED]
         assert not (chunks / MERGED[0]).exists()
@@ -158,9 +158,9 @@ def test_stopped_runner_leaves_no_filter_at_work(colour_set: Path, tmp_path: Pat
         wait_for_calls(server, 5)
         child = child_of(process)
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         assert process.returncode == code
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + 300
         while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
             assert time.monotonic() < end_s
             time.sleep(0.05)

@@ -38,7 +38,7 @@ def stop_after(num_calls: int, number: signal.Signals, source: Path, server: Jud
     while server.num_calls < until and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(number)
-    _, message = process.communicate(timeout=60)
+    _, message = process.communicate(timeout=300)
     assert "Traceback" not in message, message
     return process.returncode
 

@@ -120,7 +120,7 @@ def test_imports_within_a_floor_go_in_no_circle():
 @pytest.mark.parametrize("module", [name for name in MODULES if FLOORS.get(name) == 0])
 def test_floor_zero_loads_no_torch_even_through_others(module):
     code = f"import sys, contrastors.{module}; print(*sorted(sys.modules.keys() & set({HEAVY!r})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert not done.stdout.split()
 

@@ -475,7 +475,7 @@ def test_killed_while_embedding_and_started_again_at_most_one_batch_is_embedded_
         assert process.poll() is None, finish(process)
         time.sleep(0.02)
     process.kill()
-    finish(process, 60)
+    finish(process)
     assert not (colour_set / "hn.jsonl").exists()
     forwarded = list(map(int, log.read_text().split()))
     real = EmbeddingStore.append

@@ -234,7 +234,7 @@ def test_killed_while_searching_the_second_start_asks_only_for_the_rest(service,
             assert process.poll() is None, finish(process)
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        assert finish(process, 30)[0] == 130
+        assert finish(process)[0] == 130
         delay_s[0] = 0
         assert main([*argv, "--resume"]) == 0
         asked = Counter(json.dumps(query) for request in server.requests for query in request.body["queries"])

@@ -94,7 +94,7 @@ def test_sigterm_to_one_rank_stops_all_after_the_step_and_the_run_resumes_bit_id
     process = start(args("stopped", **WHOLE, save_steps=0), 2)
     wait_for_step(colour_set / "stopped", 3, process)
     workers_of(process)[1].send_signal(signal.SIGTERM)
-    code, text = finish(process, 60)
+    code, text = finish(process, 300)
     assert code == 1 and "exitcode  : 143" in text, text[-3000:]
     (checkpoint,) = (colour_set / "stopped").glob("checkpoint-*")
     code, text = run_on_ranks(["--resume", str(checkpoint)], 2)
@@ -108,7 +108,7 @@ def test_sigterm_to_the_launcher_saves_with_loader_workers_too(args, colour_set)
     process = start(args("run", max_steps=4000, eval_steps=0, save_steps=0, num_workers=1), 2)
     wait_for_step(colour_set / "run", 3, process)
     process.send_signal(signal.SIGTERM)
-    _, text = finish(process, 60)
+    _, text = finish(process, 300)
     assert list((colour_set / "run").glob("checkpoint-*")), text[-3000:]
     assert 'train_contrastors.py", line' not in text, text[-3000:]
 

@@ -215,7 +215,7 @@ def run_tracker(name: str, folder: Path, **env: str) -> subprocess.CompletedProc
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "TRACKIO", "NETRC"))}
     quiet = {"HOME": str(folder), "WANDB_ERROR_REPORTING": "false", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RUN, name, str(folder / "run")]
-    return subprocess.run(command, env=clean | quiet | env, capture_output=True, text=True, timeout=120, cwd=folder)
+    return subprocess.run(command, env=clean | quiet | env, capture_output=True, text=True, timeout=300, cwd=folder)
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb (extra `tracking`) is not installed")

@@ -99,7 +99,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(work: Path, *command: object) -> subprocess.CompletedProcess:
     argv = [sys.executable, *map(str, command)]
-    return subprocess.run(argv, cwd=ROOT, env=environment(work), capture_output=True, text=True, timeout=250)
+    return subprocess.run(argv, cwd=ROOT, env=environment(work), capture_output=True, text=True, timeout=800)
 
 
 @pytest.fixture(scope="module")

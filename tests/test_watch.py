@@ -62,7 +62,7 @@ def test_the_place_is_the_innermost_line_of_the_project():
         class File:  # open() of the library calls this, in a file of the tests
             def __fspath__(self) -> str:
                 ready.set()
-                done.wait(10)
+                done.wait(100)
                 return "nowhere.jsonl"
 
         with pytest.raises(ValueError):
@@ -70,7 +70,7 @@ def test_the_place_is_the_innermost_line_of_the_project():
 
     thread = threading.Thread(target=wait_in_the_library)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(100)
     place = find_place(thread.ident)
     done.set()
     thread.join()
