@@ -8,11 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The same examples everywhere, however busy the machine; tests/fuzz.py looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 COLOURS = {
     "red": (200, 0, 0), "green": (0, 150, 0), "blue": (0, 0, 220), "white": (255, 255, 255), "black": (0, 0, 0),

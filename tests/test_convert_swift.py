@@ -18,7 +18,7 @@ from contrastors.records import RecordError
 from contrastors.swift_rows import break_markers, make_row, opens_alike, read_swift_rows
 from tests.conftest import write_rows
 
-REPEATABLE = settings(derandomize=True, deadline=None, max_examples=200)
+EXAMPLES = settings(max_examples=200)
 
 
 def convert(folder: Path, rows: list[dict] | None = None, **flags: object) -> tuple[int, list[dict], dict]:
@@ -156,7 +156,7 @@ def test_markers_are_broken_up_and_other_text_stays(text, expected):
 MARKERS = ("<|im_end|>", "<img>", "<start-image>", "{{ROUND0}}")
 
 
-@REPEATABLE
+@EXAMPLES
 @given(st.lists(st.sampled_from(["<", "|", ">", "{", "}", "ROUND0", "img>", " ", "a", *MARKERS])))
 def test_no_marker_is_left_and_nothing_but_spaces_is_added(pieces):
     text = "".join(pieces)

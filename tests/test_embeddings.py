@@ -44,7 +44,7 @@ def test_a_torn_shard_counts_whole_rows_with_keys_alone(tmp_path):
     assert found.matrix([keys[1], keys[0]])[[1]].tolist() == [[0, 1, 2, 3]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shards=st.lists(st.lists(KEYS, min_size=1, max_size=5), max_size=4), others=st.lists(KEYS, max_size=5))
 def test_every_key_finds_its_first_vector_whatever_its_bytes(shards, others):
     with tempfile.TemporaryDirectory() as folder:

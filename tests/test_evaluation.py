@@ -39,7 +39,7 @@ from contrastors.validation import check_image, image_paths
 from tests.gradients import build_model, embed_by_hand
 from tests.runs import warm_torchrun
 
-REPEATABLE = settings(derandomize=True, deadline=None, max_examples=25)
+EXAMPLES = settings(max_examples=25)
 ALONE = World(0, 1, torch.device("cpu"))
 SCALE = 1 / 0.07
 NAN = math.nan
@@ -305,7 +305,7 @@ def loss_by_hand(queries, documents, positives, scale: float) -> list[float]:
     return losses
 
 
-@REPEATABLE
+@EXAMPLES
 @given(data=st.data(), corpus=st.integers(1, 9), count=st.integers(1, 5), scale=st.sampled_from([1.0, SCALE, 100.0]))
 def test_loss_and_similarities_equal_a_computation_by_hand(data, corpus, count, scale):
     queries, documents = unit_rows(count, seed=corpus), unit_rows(corpus, seed=count + 50)
@@ -358,7 +358,7 @@ def test_every_metric_has_an_interval_around_it():
         assert metrics[f"{name}_low"] < metrics[name] < metrics[f"{name}_high"]
 
 
-@REPEATABLE
+@EXAMPLES
 @given(count=st.integers(2, 20), seed=st.integers(0, 99))
 def test_the_mean_pairwise_cosine_equals_that_of_the_full_matrix(count, seed):
     vectors = unit_rows(count, seed=seed)

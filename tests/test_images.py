@@ -287,7 +287,7 @@ def sample(file_format: str) -> bytes:
 FUZZED = ["PNG", "JPEG", "GIF", "WEBP", "TIFF"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=600)
+@settings(max_examples=600)
 @given(
     file_format=st.sampled_from(FUZZED),
     changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6),
@@ -361,7 +361,7 @@ def test_longer_strips_are_refused_with_their_size(size):
         open_image(encode(Image.new("RGB", size), "PNG"))
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     longest=st.one_of(st.integers(1, 300), st.integers(1, 4000)),
     shortest=st.one_of(st.just(1), st.integers(1, 4000)),

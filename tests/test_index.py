@@ -47,7 +47,7 @@ class Slices:
         return part
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 40), st.integers(1, 45), st.integers(1, 45))
 def test_blocks_of_any_size_give_the_plain_result_with_ties_by_number(seed, query_block, corpus_block, size, k):
     """Whole numbers multiply without rounding, so that values are equal and not merely near; ties abound."""

@@ -20,7 +20,7 @@ from contrastors.metrics import (
 )
 from contrastors.records import dump_json
 
-REPEATABLE = settings(derandomize=True, deadline=None, max_examples=80)
+EXAMPLES = settings(max_examples=80)
 NAN = math.nan
 SCORE = st.sampled_from([0.1, 0.2, 0.3, NAN])
 
@@ -56,7 +56,7 @@ def assert_equal(found: dict[str, float], wanted: dict[str, float], tolerance: f
 # --- against brute force ---
 
 
-@REPEATABLE
+@EXAMPLES
 @given(case=cases(largest=6))
 @example(case=(np.float32([NAN] * 3), [0, 2]))
 @example(case=(np.float32([0.5] * 6), [1, 4]))
@@ -78,7 +78,7 @@ def test_larger_ties_across_the_tenth_place_agree_with_random_shuffles():
         assert_equal(found | {"rank": 0}, mean | {"rank": 0}, tolerance=0.03)
 
 
-@REPEATABLE
+@EXAMPLES
 @given(case=cases(60, st.one_of(SCORE, st.floats(-1, 1, width=32))), seed=st.integers(0, 99))
 def test_the_order_of_the_corpus_does_not_matter(case, seed):
     scores, positives = case
@@ -87,7 +87,7 @@ def test_the_order_of_the_corpus_does_not_matter(case, seed):
     assert query_metrics(scores[order], moved.tolist()) == query_metrics(scores, positives)
 
 
-@REPEATABLE
+@EXAMPLES
 @given(case=cases(60, st.one_of(SCORE, st.floats(-1, 1, width=32))))
 def test_metrics_stay_in_range_and_recall_grows_with_k(case):
     found = query_metrics(*case)
@@ -109,7 +109,7 @@ def test_a_constant_model_scores_as_chance_wherever_the_positive_stands(place):
     assert found["recall@10"] == 1.0
 
 
-@REPEATABLE
+@EXAMPLES
 @given(base=st.floats(-1, 1), place=st.integers(0, 9))
 @example(base=1000.5 * TIE_WIDTH, place=9)
 def test_noise_of_fp32_around_one_score_is_a_tie(base, place):
@@ -175,7 +175,7 @@ def test_wilson_intervals_agree_with_the_published_ones(hits, count, low, high):
     assert wilson_interval(hits / count, count) == pytest.approx((low, high), abs=5e-5)
 
 
-@REPEATABLE
+@EXAMPLES
 @given(count=st.integers(1, 10_000), share=st.floats(0, 1))
 def test_a_wilson_interval_holds_its_share_and_mirrors(count, share):
     low, high = wilson_interval(share, count)

@@ -34,7 +34,7 @@ from contrastors.processing import (
 )
 from contrastors.records import dump_json
 
-REPEATABLE = settings(derandomize=True, deadline=None, max_examples=60)
+EXAMPLES = settings(max_examples=60)
 # A text made to merge over every border of a prompt: newlines, blanks, composed and decomposed letters, wide ones.
 MERGING = "user\n\nred header\n\n blue \n  footer\u2028 caf\u00e9 \U0001f600\U0001f600 assistant\n\n system \t"
 PLAIN_TEXTS = [
@@ -106,7 +106,7 @@ def test_a_query_prompt_equals_the_checkpoints_processor_run_whole(raw, processo
     assert (item.truncated, item.patches, item.grid) == (False, None, None)
 
 
-@REPEATABLE
+@EXAMPLES
 @given(text=st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from(" \n\r\t\u2028'<|>é")), max_size=40))
 def test_any_text_without_control_tokens_equals_whole_string_tokenisation(raw, processor, text):
     assert processor.encode_query(text).token_ids == encode_whole(raw, text)
@@ -148,7 +148,7 @@ def test_a_truncated_query_equals_the_text_cut_by_hand(raw, num_words):
     assert (whole.truncated, longer.truncated) == (False, True)
 
 
-@REPEATABLE
+@EXAMPLES
 @given(text=st.text(max_size=60), limit=st.integers(80, 130))
 def test_a_query_never_exceeds_the_limit_and_keeps_both_ends_of_the_prompt(raw, text, limit):
     item = BiQwen3Processor(raw, max_query_tokens=limit).encode_query(text)
@@ -279,7 +279,7 @@ def sizes(draw):
     return draw(st.sampled_from([(short, long), (long, short)]))
 
 
-@settings(REPEATABLE, max_examples=150)
+@settings(max_examples=150)
 @given(size=sizes(), limit=st.one_of(st.integers(4, 40), st.integers(4, 4096)))
 @example(size=(31, 639), limit=4)
 @example(size=(1, 1), limit=4)
@@ -394,7 +394,7 @@ def flat_items(lengths: list[int], grids: list[tuple[int, int, int]] | None) -> 
 GRID = st.tuples(st.just(1), st.integers(1, 6), st.integers(1, 6))
 
 
-@REPEATABLE
+@EXAMPLES
 @given(
     rows=st.lists(st.tuples(st.integers(1, 12), GRID), min_size=1, max_size=9),
     size=st.integers(1, 12),
@@ -431,7 +431,7 @@ def test_inputs_move_whole(processor):
 # --- the demo's tokenizer ---
 
 
-@REPEATABLE
+@EXAMPLES
 @given(text=st.text(st.characters(codec="utf-8"), max_size=60))
 @example(text="\u2028 \U0001f600 <|im_end|>")
 def test_the_demo_tokenizer_can_spell_any_text(demo_tokenizer, text):

@@ -24,7 +24,7 @@ from contrastors.records import (
     write_text,
 )
 
-REPEATABLE = settings(derandomize=True, deadline=None, max_examples=100)
+EXAMPLES = settings(max_examples=100)
 ODD = '\u2028\u2029\u0085\ufeff\x0b\x0c\x1c\r\n\t"\\ é\U0001f600'
 TEXT = st.text(st.one_of(st.sampled_from(ODD), st.characters(exclude_categories=["Cs"])), max_size=12)
 SCALAR = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXT)
@@ -41,7 +41,7 @@ def put(folder: Path, *rows: dict, name: str = "rows.jsonl") -> Path:
 # --- lines ---
 
 
-@REPEATABLE
+@EXAMPLES
 @given(rows=ROWS)
 @example(rows=[{"query": "a\u2028b\u0085c\u2029d\x0be\ufeff"}])
 def test_rows_come_back_as_written(tmp_path_factory, rows):
@@ -52,7 +52,7 @@ def test_rows_come_back_as_written(tmp_path_factory, rows):
     assert path.read_bytes().count(b"\n") == len(rows)
 
 
-@REPEATABLE
+@EXAMPLES
 @given(
     rows=st.lists(st.dictionaries(TEXT, SCALAR, max_size=3), min_size=1, max_size=5),
     bom=st.booleans(),
@@ -265,7 +265,7 @@ def test_json_is_strict_whatever_the_numbers(value, text):
     assert dump_json(value) == text
 
 
-@REPEATABLE
+@EXAMPLES
 @given(st.text(st.characters(), max_size=8))
 @example("half \ud83d é")
 def test_any_text_can_be_written_as_utf8_and_read_back(text):
