@@ -2,8 +2,7 @@
 
 Each figure comes from a fresh process: bytes beyond the embeddings and their gradients, seconds of forward and
 backward. Bytes are told twice: of a process whose allocator gives back what is freed, which is what the loss needs,
-and of one as users start it, which keeps freed blocks below 32 MiB and scatters. The largest size takes minutes:
---sizes 65536.
+and of one as users start it, which keeps freed blocks below 32 MiB. The largest size takes minutes: --sizes 65536.
 
   python -m benchmarks.loss --sizes 1024 4096 16384
 """
